@@ -1,0 +1,140 @@
+"""The frames of a control session, as types. Their bytes are wire/control.py's business.
+
+One FIFO session joins one (prefill rank, decode rank) pair of instances. Every room frame carries the whole
+identity (rule 2): room, grant number, sender instance (`src`), target instance (`dst`) and the prefill rank.
+Grant 0 stands for "none yet". What crosses as a time is time left, encoded when the frame is really written.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import Cause
+from .ids import NO_GRANT, GrantNo, Instance, PageId, Rank, Room
+from .layout import Stamp
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: float
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What SUCCESS carries beside the pages: prefill's sampled token and what decode needs to go on.
+
+    `finish_reason` ("stop" | "length") is set where prefill saw the end: decode then emits without decoding.
+    """
+
+    first_token: int
+    prompt_tokens: int
+    prompt_digest: bytes
+    cached_tokens: int = 0
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+class PromptId(msgspec.Struct, frozen=True, array_like=True):
+    """Which prompt: blake2b-128 over its token ids as u32 little-endian, and their count."""
+
+    digest: bytes
+    tokens: int
+
+
+# --- session frames -------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="t"):
+    """First frame of the dialler (decode). `dst` "" accepts whoever listens. The data endpoint is where prefill
+    dials to move pages; `data_token` must be its first word there."""
+
+    src: Instance
+    dst: Instance
+    rank: Rank  # of the sender
+    stamp: Stamp
+    protocol_min: int = 1
+    protocol_max: int = 1
+    data_host: str = ""
+    data_port: int = 0
+    data_token: str = ""
+    secret: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", tag_field="t"):
+    """The listener's (prefill) answer: the session is up."""
+
+    src: Instance
+    dst: Instance
+    rank: Rank
+    stamp: Stamp
+    protocol: int = 1
+
+
+class Reject(msgspec.Struct, frozen=True, tag="reject", tag_field="t"):
+    """The session, or one frame on it, is refused; `src` is who the listener is now."""
+
+    src: Instance
+    cause: Cause
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", tag_field="t"):
+    """Three facts: this session lives; how old the last engine step is and what runs; progress by room."""
+
+    src: Instance
+    step_age_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    progress: dict[int, int] = {}
+
+
+# --- room frames, decode to prefill -----------------------------------------------------------------------------
+
+
+class _RoomFrame(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
+    room: Room
+    grant: GrantNo = NO_GRANT
+    src: Instance
+    dst: Instance
+    rank: Rank
+
+
+class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
+    policy: str = "early"
+
+
+class Grant(_RoomFrame, frozen=True, tag="grant", kw_only=True):
+    """`pages[i]` of the receiver's pool takes page i of the prompt. Authorises writes to these pages only."""
+
+    pages: tuple[PageId, ...]
+    prompt: PromptId
+    time_left_s: float
+
+
+class Abort(_RoomFrame, frozen=True, tag="abort", kw_only=True):
+    cause: Cause
+
+
+class Received(_RoomFrame, frozen=True, tag="received", kw_only=True):
+    """Decode has committed, or given up with all ranks quiet: the row need not be kept any longer."""
+
+
+# --- room frames, prefill to decode -----------------------------------------------------------------------------
+
+
+class Success(_RoomFrame, frozen=True, tag="success", kw_only=True):
+    row: Row
+
+
+class Failed(_RoomFrame, frozen=True, tag="failed", kw_only=True):
+    cause: Cause
+
+
+class Drained(_RoomFrame, frozen=True, tag="drained", kw_only=True):
+    """This rank writes no more under `grant`, ever."""
+
+
+SessionFrame = Hello | Welcome | Reject | Beat
+ToPrefill = Announce | Grant | Abort | Received
+ToDecode = Success | Failed | Drained
+RoomFrame = ToPrefill | ToDecode
+Frame = SessionFrame | RoomFrame

@@ -1,0 +1,129 @@
+"""The seam between a worker's HTTP edge and its role: generations go in, streams of chunks come out.
+
+The edge parses, validates and formats; the role (prefill, decode, aggregated) pairs, admits and computes. The edge
+knows nothing of rooms but their number, the role nothing of OpenAI's JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pdplane.core.errors import Cause, Refused
+from pdplane.core.ids import Rid, Room
+
+from .engine import Sampling, Token, Tokenizer
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """One sample of one prompt, validated. `room` and the bootstrap address only on the legs of a pair.
+
+    `index` is its place in a batch, for messages. `deadline_s` is time left from now.
+    """
+
+    rid: Rid
+    request_id: str
+    prompt: list[int]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    room: Room | None = None
+    bootstrap_host: str = ""
+    bootstrap_port: int | None = None
+    deadline_s: float = 300.0
+    index: int = 0
+    skip_special_tokens: bool = True
+    include_stop_str: bool = False
+
+
+class Chunk(msgspec.Struct, kw_only=True):
+    """A piece of a sample: text and the tokens behind it. The last one carries `finish_reason`.
+
+    `prompt_tokens`, `completion_tokens` and `cached_tokens` are totals so far.
+    """
+
+    text: str
+    tokens: list[Token]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    matched_stop: str | int | None = None
+
+
+class Stream:
+    """One sample's chunks, in order, on the loop's thread. Ends after a chunk with a finish reason, or raises Refused.
+
+    Leaving early (`close`) is a cancel and calls `on_close` once; a stream that has ended ignores it.
+    """
+
+    def __init__(self, rid: Rid, on_close: Callable[[Rid, Cause], None]) -> None:
+        self.rid = rid
+        self._on_close = on_close
+        self._queue: asyncio.Queue[Chunk | Cause] = asyncio.Queue()
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """The role has said its last word (it may not have been read yet)."""
+        return self._ended
+
+    def push(self, chunk: Chunk) -> None:
+        if not self._ended:
+            self._ended = chunk.finish_reason is not None
+            self._queue.put_nowait(chunk)
+
+    def fail(self, cause: Cause) -> None:
+        if not self._ended:
+            self._ended = True
+            self._queue.put_nowait(cause)
+
+    def close(self, cause: Cause) -> None:
+        if not self._ended:
+            self._ended = True
+            self._on_close(self.rid, cause)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, Cause):
+                raise Refused(item)
+            yield item
+            if item.finish_reason is not None:
+                return
+
+
+class Service(Protocol):
+    """A worker's role, as its HTTP edge sees it. All calls on the loop's thread; none blocks."""
+
+    role: str  # "prefill" | "decode" | "aggregated"
+    model_name: str
+    tokenizer: Tokenizer
+    context_len: int
+    vocab_size: int
+    max_prompt_tokens: int  # what this worker's pool can hold of one prompt
+    default_bootstrap_port: int | None
+
+    def submit(self, batch: Sequence[Generation]) -> list[Stream]:
+        """All of the batch or none: raises Refused (400 over a limit, 409 duplicate room, 429 busy, 503 draining)."""
+        ...
+
+    def abort(self, rid: str, room: int | None = None) -> int:
+        """Exact rid (of an attempt, or the request's id, which names all of its samples); how many were ended."""
+        ...
+
+    def abort_all(self) -> int: ...
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """The request record by rid, request id or room; None where unknown."""
+        ...
+
+    def server_info(self) -> dict[str, Any]: ...
+
+    def metrics_text(self) -> str: ...
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """(healthy, facts): live, ready and progressing are three answers among the facts."""
+        ...
