@@ -1,0 +1,316 @@
+"""One client request and its attempts: who is asked, who is told, who may still answer. Sans-IO.
+
+A request is tried on one pair of workers at a time. An attempt is two legs, prefill and decode, that leave together
+under a fresh room and fresh rids. The machine is told what happened to the legs and to the client, and returns the
+effects that its shell (the router, or the simulator) carries out at once and in order. It has no clock: a deadline is
+an event.
+
+How to drive it::
+
+    machine = RequestAttempts(retries=1)
+    effects = machine.pair_chosen(prefill, decode)   # or no_pair(cause); Choose asks for one of the two again
+    ... prefill_done, prefill_failed, decode_first_byte, decode_done, decode_failed   (each with its attempt number)
+    ... cancel(cause)         client gone, abort call, deadline
+    ... drain_limit()         the answer is out, but prefill's leg still hangs
+
+What it guarantees, whatever the order of events:
+
+- The first terminal failure of either leg ends the other one, at once: its connection is closed *and* it is aborted
+  by a call, since a worker may not see the close (I06, I08, I11).
+- Every leg that was opened is released exactly once (I25): prefill's load ends with prefill's leg, not with decode's.
+- One verdict, with its first cause (rule 1). A prefill that fails or hangs after decode's first byte changes nothing:
+  decode is the authority then (PROTOCOL 4).
+- A retry happens only before the first byte to the client, only for failures where it is safe, on a pair without the
+  worker to blame, with a new attempt number (so: new room, new rids). Never more than `retries` of them.
+- An event of another attempt, or after the end, is counted in `late` and changes nothing.
+
+Per-chunk forwarding bypasses the machine: after `Forward` the shell passes bytes on until the leg ends.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from .errors import CLIENT_CLOSED, Cause
+
+Side = Literal["prefill", "decode"]
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+NOBODY: Final = "nobody"
+
+BUSY = frozenset({429, 503})
+_SAFE = frozenset({429, 500, 502, 503})
+
+
+def retry_safe(status: int, said: bool | None = None) -> bool:
+    """Whether an answer of `status` may be tried again elsewhere; `said` is the worker's own word, where it gave one.
+
+    A 4xx other than 429 speaks about the request, so it never is. 504 is a spent deadline.
+    """
+    if status < 500 and status != 429:
+        return False
+    return status in _SAFE if said is None else said
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """How a leg failed. `cause.retryable` decides about a retry.
+
+    answered: the worker said so itself, and is done with the attempt; otherwise (refused, reset, garbled) it may still
+    be at work and is aborted like the other leg. blames: the side whose worker a retry must avoid, "" the side that
+    failed, "nobody" for a stale connection. reply: the worker's own answer, opaque here, to be passed on verbatim.
+    """
+
+    cause: Cause
+    answered: bool = True
+    blames: str = ""
+    reply: object = None
+
+
+class Choose(msgspec.Struct, frozen=True):
+    """Choose a pair without these workers for the next attempt; answer by `pair_chosen` or `no_pair`."""
+
+    excluded: frozenset[str]
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Open both legs of the pair just chosen, both now, under a fresh room and fresh rids; count their load."""
+
+    attempt: int
+
+
+class EndLeg(msgspec.Struct, frozen=True):
+    """Close this leg's connection and POST its abort call (unless nothing was ever sent on it)."""
+
+    side: Side
+    cause: Cause
+
+
+class Release(msgspec.Struct, frozen=True):
+    """This leg's load ends. Exactly once per leg opened."""
+
+    side: Side
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """Decode's head and bytes go to the client, from here on without asking. No retry any more."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Nothing has reached the client: answer with `failure.reply` where there is one, else with its cause."""
+
+    failure: Failure
+
+
+class Break(msgspec.Struct, frozen=True):
+    """Bytes have reached the client: end its answer visibly (an error event, or a cut)."""
+
+    cause: Cause
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The verdict, once: None is a whole answer. Prefill's leg may still be draining."""
+
+    cause: Cause | None
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Nothing of the request is left: no leg, no load. The last effect, once."""
+
+
+Effect = Choose | Open | EndLeg | Release | Forward | Reply | Break | Finish | Done
+Effects = tuple[Effect, ...]
+
+# What a request without trouble needs is made once.
+_NOTHING: Effects = ()
+_OPEN: Effects = (Open(0),)
+_FORWARD: Effects = (Forward(),)
+_RELEASE_PREFILL: Final = Release(PREFILL)
+_RELEASE_DECODE: Final = Release(DECODE)
+_DONE: Final = Done()
+_PREFILL_DONE: Effects = (_RELEASE_PREFILL,)
+_PREFILL_DONE_LAST: Effects = (_RELEASE_PREFILL, _DONE)
+_DECODE_DONE: Effects = (_RELEASE_DECODE, Finish(None))
+_DECODE_DONE_LAST: Effects = (_RELEASE_DECODE, Finish(None), _DONE)
+
+# Phases: choosing a pair; legs open and decode's head held; bytes flow; answer out but prefill's leg open; over.
+CHOOSING, HELD, STREAMING, DRAINING, OVER = range(5)
+PHASE_NAMES = ("choosing", "held", "streaming", "draining", "over")
+
+
+class RequestAttempts:
+    """The machine of one request; see the module's words. Not thread-safe. `attempt` counts from 0."""
+
+    __slots__ = (
+        "_decode_open",
+        "_excluded",
+        "_last",
+        "_prefill_open",
+        "_retries",
+        "attempt",
+        "cause",
+        "decode",
+        "late",
+        "phase",
+        "prefill",
+    )
+
+    def __init__(self, retries: int = 1) -> None:
+        self._retries = retries
+        self._excluded: frozenset[str] = frozenset()
+        self._last: Failure | None = None
+        self._prefill_open = False
+        self._decode_open = False
+        self.phase = CHOOSING
+        self.attempt = 0
+        self.prefill: str | None = None
+        self.decode = ""
+        self.cause: Cause | None = None  # the verdict's
+        self.late = 0
+
+    @property
+    def over(self) -> bool:
+        return self.phase == OVER
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the attempt before this one failed."""
+        return self._last
+
+    # --- choosing ---------------------------------------------------------------------------------------------
+
+    def pair_chosen(self, prefill: str | None, decode: str) -> Effects:
+        """Workers by name. `prefill` None: an aggregated worker that does both, on the decode leg alone."""
+        if self.phase != CHOOSING:
+            return self._late()
+        self.phase = HELD
+        self.prefill, self.decode = prefill, decode
+        self._prefill_open = prefill is not None
+        self._decode_open = True
+        return _OPEN if self.attempt == 0 else (Open(self.attempt),)
+
+    def no_pair(self, cause: Cause) -> Effects:
+        """Nobody is left to ask: the failure before is the answer, where there was one."""
+        if self.phase != CHOOSING:
+            return self._late()
+        failure = self._last or Failure(cause=cause)
+        return self._over((Reply(failure),), failure.cause)
+
+    # --- prefill's leg ----------------------------------------------------------------------------------------
+
+    def prefill_done(self, attempt: int) -> Effects:
+        """Its 2xx answer was read to the end."""
+        if attempt != self.attempt or not self._prefill_open:
+            return self._late()
+        self._prefill_open = False
+        if self.phase == DRAINING:
+            self.phase = OVER
+            return _PREFILL_DONE_LAST
+        return _PREFILL_DONE
+
+    def prefill_failed(self, attempt: int, failure: Failure) -> Effects:
+        if attempt != self.attempt or not self._prefill_open:
+            return self._late()
+        if self.phase == HELD:
+            return self._attempt_failed(PREFILL, failure)
+        return self.prefill_done(attempt)  # decode has what it needs: its bytes are the proof
+
+    def drain_limit(self) -> Effects:
+        """The answer is out and prefill's leg has had time enough: end it."""
+        if self.phase != DRAINING:
+            return self._late()
+        self.phase = OVER
+        cause = Cause("drained_too_long", "prefill's leg did not end after decode's answer had", side=PREFILL)
+        return (*self._end_legs(cause), _DONE)
+
+    # --- decode's leg -----------------------------------------------------------------------------------------
+
+    def decode_first_byte(self, attempt: int) -> Effects:
+        """The first byte of the body of a 2xx answer. The head before it was held (retry ends here)."""
+        if attempt != self.attempt or self.phase != HELD:
+            return self._late()
+        self.phase = STREAMING
+        return _FORWARD
+
+    def decode_done(self, attempt: int) -> Effects:
+        """Its 2xx answer is complete; an empty one counts as its own first byte."""
+        if attempt != self.attempt or not self._decode_open:
+            return self._late()
+        forward = _FORWARD if self.phase == HELD else _NOTHING
+        self._decode_open = False
+        self.phase = DRAINING if self._prefill_open else OVER
+        return forward + (_DECODE_DONE if self._prefill_open else _DECODE_DONE_LAST)
+
+    def decode_failed(self, attempt: int, failure: Failure) -> Effects:
+        if attempt != self.attempt or not self._decode_open:
+            return self._late()
+        if self.phase == HELD:
+            return self._attempt_failed(DECODE, failure)
+        self._decode_open = False
+        effects: list[Effect] = [] if failure.answered else [EndLeg(DECODE, failure.cause)]
+        effects += (_RELEASE_DECODE, *self._end_legs(failure.cause), Break(failure.cause))
+        return self._over(tuple(effects), failure.cause)
+
+    # --- the client and the clock -------------------------------------------------------------------------------
+
+    def cancel(self, cause: Cause) -> Effects:
+        """The client left (`client_left`: nobody to answer), an abort call, or the deadline."""
+        if self.phase >= DRAINING:
+            return self._late()
+        streaming = self.phase == STREAMING
+        effects = self._end_legs(cause)
+        if cause.code != "client_left":
+            effects.append(Break(cause) if streaming else Reply(Failure(cause=cause)))
+        return self._over(tuple(effects), cause)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _attempt_failed(self, side: Side, failure: Failure) -> Effects:
+        effects: list[Effect] = [] if failure.answered else [EndLeg(side, failure.cause)]
+        if side == PREFILL:
+            self._prefill_open = False
+            effects.append(_RELEASE_PREFILL)
+        else:
+            self._decode_open = False
+            effects.append(_RELEASE_DECODE)
+        effects += self._end_legs(_closed_with(side, failure.cause))
+        self._last = failure
+        if not failure.cause.retryable or self.attempt >= self._retries:
+            return self._over((*effects, Reply(failure)), failure.cause)
+        self._exclude(failure.blames or side)
+        self.attempt += 1
+        self.phase = CHOOSING
+        return (*effects, Choose(self._excluded))
+
+    def _exclude(self, blamed: str) -> None:
+        worker = {PREFILL: self.prefill, DECODE: self.decode}.get(blamed)
+        if worker is not None:
+            self._excluded |= {worker}
+
+    def _end_legs(self, cause: Cause) -> list[Effect]:
+        """Every leg still open is ended, then released."""
+        effects: list[Effect] = []
+        if self._prefill_open:
+            self._prefill_open = False
+            effects += (EndLeg(PREFILL, cause), _RELEASE_PREFILL)
+        if self._decode_open:
+            self._decode_open = False
+            effects += (EndLeg(DECODE, cause), _RELEASE_DECODE)
+        return effects
+
+    def _over(self, effects: Effects, cause: Cause) -> Effects:
+        assert not self._prefill_open, "a verdict with prefill's leg left open"
+        assert not self._decode_open, "a verdict with decode's leg left open"
+        self.phase = OVER
+        self.cause = cause
+        return (*effects, Finish(cause), _DONE)
+
+    def _late(self) -> Effects:
+        self.late += 1
+        return _NOTHING
+
+
+def _closed_with(side: Side, cause: Cause) -> Cause:
+    """What the other leg ends with, when `side` failed by `cause`."""
+    return Cause("peer_leg_closed", f"the {side} leg ended first: {cause.message}", CLIENT_CLOSED, side=side)

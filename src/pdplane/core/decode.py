@@ -1,0 +1,391 @@
+"""The decode worker's core: rooms from leg to batch, admission, and the sessions with its prefills.
+
+Order of work after every event: sessions' clocks, then growth of what runs, then finished hand-offs into the batch,
+then admission (I14: what is finished is harvested before anything new is let in).
+"""
+
+from __future__ import annotations
+
+from .admission import demand, queue_full, refuse
+from .batch import Batch, Running
+from .effects import AnswerFailed, RunDecode, SendFrame
+from .errors import Cause, deadline
+from .events import (
+    Cancel,
+    Computed,
+    ConnLost,
+    DialFailed,
+    Dialled,
+    Drain,
+    Event,
+    FrameIn,
+    GrantQuiet,
+    LegArrived,
+    OperatorRelease,
+    PagesLanded,
+    Released,
+    RouteFailed,
+    RouteKnown,
+)
+from .frames import Abort, Beat, Drained, Failed, Frame, Received, Success
+from .ids import ConnId, GrantNo, Instance, Rid, Room, Seat
+from .membership import Membership
+from .node import Limits, Node, TimerKey
+from .pages import Page
+from .queues import AdmissionQueue
+from .receiver import Receiver
+from .reserve import Reserve
+from .rooms import Rooms
+from .session import Dialler, Gone, Identity, Notice, Refused, Up
+from .table import RE, R
+
+ENDED_STATES = (R.DRAINING, R.QUARANTINE)
+
+
+class DecodeNode(Node):
+    """`fence`: the transport is receiver-placed, so that revoking a grant here is a proof."""
+
+    side = "decode"
+
+    def __init__(self, me: Identity, limits: Limits, *, fence: bool) -> None:
+        super().__init__(limits)
+        self.instance: Instance = me.instance
+        self.fence = fence
+        self.rooms: Rooms[Receiver] = Rooms(limits.tombstone_s)
+        self.reserve = Reserve(self.ledger)
+        self.batch = Batch(self, self.reserve)
+        self.members = Membership(me, limits.session, self.out, self._beat)
+        self._allocating: AdmissionQueue[Receiver] = AdmissionQueue(limits.max_overtakes)
+        self._succeeded: dict[Room, Receiver] = {}
+        self._by_rid: dict[Rid, Receiver] = {}
+        self._by_grant: dict[GrantNo, Receiver] = {}
+        self._progress: dict[Room, int] = {}
+        self._grants = 0
+
+    # --- Desk -------------------------------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> Node:
+        return self
+
+    def next_grant(self) -> GrantNo:
+        self._grants += 1
+        return GrantNo(self._grants)
+
+    def send(self, seat: Seat, frame: Frame) -> bool:
+        conn = self.members.conn(seat)
+        if conn is None:
+            return False
+        self.out.append(SendFrame(conn, frame))
+        return True
+
+    def settled(self, receiver: Receiver) -> None:
+        """Clocks and queues follow the machine's state."""
+        room, state = receiver.room, receiver.state
+        if state is R.GRANTED:
+            self.timers.clear(("queue", room))
+        elif state is R.SUCCESS:
+            self._succeeded[room] = receiver
+            self.timers.clear(("progress", room))
+        elif state is R.DRAINING:
+            self._ended(receiver)
+        elif state is R.QUARANTINE:
+            self.timers.clear(("drain", room))
+        elif state is R.GONE:
+            self._gone(receiver)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        return len(self.rooms.live) + len(self.batch)
+
+    @property
+    def waiting(self) -> int:
+        return sum(receiver.state in (R.QUEUED, R.ALLOCATING) for receiver in self.rooms.live.values())
+
+    def _event(self, event: Event) -> None:
+        match event:
+            case FrameIn(conn, frame):
+                self._frame(conn, frame)
+            case PagesLanded(grant, pages):
+                self._landed(grant, pages)
+            case Computed(rid=rid, tokens=tokens):
+                self.batch.computed(rid, tokens)
+            case Released(rid=rid, error=error):
+                self.batch.released(rid, error)
+            case LegArrived():
+                self._leg(event)
+            case Cancel(rid, cause):
+                self._cancel(rid, cause)
+            case GrantQuiet(grant):
+                self._quiet(grant)
+            case RouteKnown():
+                self.members.known(event, self.now)
+            case RouteFailed(address, cause):
+                self._route_bad(self.members.failed(address), cause)
+            case Dialled(endpoint, conn):
+                self._notices(self.members.diallers[endpoint], self.members.diallers[endpoint].dialled(conn, self.now))
+            case DialFailed(endpoint, error):
+                dialler = self.members.diallers[endpoint]
+                self._notices(dialler, dialler.dial_failed(error, self.now))
+            case ConnLost(conn):
+                if dialler_of := self.members.by_conn(conn):
+                    self._notices(dialler_of, dialler_of.lost(self.now))
+            case Drain(reason):
+                self.draining = reason
+            case OperatorRelease(grant):
+                self._operator_release(grant)
+            case _:
+                self.count("late", type(event).__name__)
+
+    def _due(self, key: TimerKey) -> None:
+        kind, name = key
+        if kind == "running" and isinstance(name, str):
+            self.batch.overdue(Rid(name))
+            return
+        receiver = self.rooms.get(Room(name)) if isinstance(name, int) else None
+        if receiver is None:
+            return
+        waited = self.now - receiver.arrived_at
+        if kind == "deadline":
+            receiver.apply(RE.CANCEL, cause=deadline(self.side, waited))
+        elif kind == "queue":
+            receiver.apply(RE.CANCEL, cause=queue_full(self))
+        elif kind == "progress":
+            text = f"prefill has shown no progress for {self.limits.progress_limit_s:g} s"
+            receiver.apply(RE.CANCEL, cause=Cause("no_progress", text, 504, retryable=True, side=self.side))
+        elif kind == "drain":
+            receiver.owes_abort = False
+            receiver.apply(RE.DRAIN_LIMIT if receiver.pages else RE.ABORT_LIMIT)
+
+    def _after(self) -> None:
+        for dialler, notice in self.members.tick(self.now):
+            self._notices(dialler, [notice])
+        for room, seats in self.members.ready():
+            self._route_ok(room, seats)
+        self.batch.grow()
+        self._harvest()
+        self._admit()
+        due = self.members.next_due()
+        if due is not None:
+            self.timers.set(("sessions", 0), due)
+
+    # --- legs -------------------------------------------------------------------------------------------------------
+
+    def _leg(self, leg: LegArrived) -> None:
+        if leg.room in self.rooms.live or self.rooms.tombstone(leg.room, self.now) or leg.rid in self._by_rid:
+            text = f"room {leg.room} is in use or was used; every attempt needs a room and a rid of its own"
+            self.out.append(AnswerFailed(leg.rid, Cause("duplicate_room", text, 409, side=self.side)))
+            self.count("duplicate_room")
+            return
+        if refusal := refuse(self, leg.prompt.tokens, self.waiting):
+            self.answer_failed(leg.rid, leg.room, refusal)
+            self.rooms.bury(leg.room, refusal, leg.rid, GrantNo(0), self.now)
+            return
+        receiver = Receiver(leg, self.now, self)
+        self.rooms.live[leg.room] = receiver
+        self._by_rid[leg.rid] = receiver
+        self.timers.set(("deadline", leg.room), leg.deadline)
+        self.timers.set(("queue", leg.room), self.now + self.limits.queue_limit_s)
+        self.note(leg.rid, leg.room, R.QUEUED)
+        if seats := self.members.seek(leg.address, leg.room):
+            self._route_ok(leg.room, seats)
+
+    def _cancel(self, rid: Rid, cause: Cause) -> None:
+        if self.batch.cancel(rid, cause):
+            return
+        receiver = self._by_rid.get(rid)
+        if receiver is None:
+            self.count("late", "cancel")
+            return
+        receiver.apply(RE.CANCEL, cause=cause)
+
+    def _route_ok(self, room: Room, seats: tuple[Seat, ...]) -> None:
+        receiver = self.rooms.get(room)
+        if receiver is None:
+            return
+        receiver.bind(seats)
+        if receiver.owes_abort:
+            receiver.owed_abort()
+            return
+        receiver.apply(RE.ROUTE_OK)
+        self._allocating.push(receiver, receiver.leg.priority)
+
+    def _route_bad(self, rooms: list[Room], cause: Cause) -> None:
+        for room in rooms:
+            if receiver := self.rooms.get(room):
+                if receiver.owes_abort:
+                    receiver.owes_abort = False
+                    receiver.apply(RE.ABORT_LIMIT)
+                else:
+                    receiver.apply(RE.ROUTE_BAD, cause=cause)
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """All pages of a prompt on every rank, or none; room to grow to the end is spoken for (core/reserve.py)."""
+        while len(self.reserve) < 2 * self.limits.max_running:
+            receiver = self._allocating.pop_fitting(self._fits)
+            if receiver is None:
+                return
+            need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
+            receiver.grant = self.next_grant()
+            self._by_grant[receiver.grant] = receiver
+            self.reserve.admit(receiver.owner, need.pages, need.most)
+            receiver.take(self.ledger.take(need.pages, Page.GRANTED, receiver.owner))
+            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
+            receiver.apply(RE.PAGES_OK)
+
+    def _fits(self, receiver: Receiver) -> bool:
+        need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
+        return self.reserve.may_admit(need.pages, need.most)
+
+    def _harvest(self) -> None:
+        """Finished hand-offs: answered where the row ends them, else into the batch while it has a place."""
+        for receiver in list(self._succeeded.values()):
+            row = receiver.row
+            assert row is not None
+            if row.finish_reason is not None:
+                receiver.apply(RE.ROW_ENDS)
+            elif not self.batch.full:
+                self._run(receiver)
+
+    def _run(self, receiver: Receiver) -> None:
+        assert receiver.row is not None
+        need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
+        pages, owner = receiver.pages, receiver.owner
+        receiver.apply(RE.BATCH)
+        self.out.append(RunDecode(receiver.rid, pages, receiver.row, need.max_new))
+        tokens = receiver.leg.prompt.tokens
+        request = Running(receiver.rid, receiver.room, owner, list(pages), need.most, tokens, receiver.arrived_at)
+        self.batch.start(request, receiver.leg.deadline)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _ended(self, receiver: Receiver) -> None:
+        """Entered Draining: no clock but the drain's runs on."""
+        room = receiver.room
+        for kind in ("deadline", "queue", "progress"):
+            self.timers.clear((kind, room))
+        if not self.timers.is_set(("drain", room)):
+            limit = self.limits.drain_limit_s if receiver.pages else self.limits.peer_wait_s
+            self.timers.set(("drain", room), self.now + limit)
+        self._allocating.remove(receiver)
+        self.reserve.drop(receiver.owner)
+
+    def _gone(self, receiver: Receiver) -> None:
+        room = receiver.room
+        for kind in ("deadline", "queue", "progress", "drain"):
+            self.timers.clear((kind, room))
+        self._succeeded.pop(room, None)
+        self._progress.pop(room, None)
+        self._by_rid.pop(receiver.rid, None)
+        self._by_grant.pop(receiver.grant, None)
+        self.members.forget(room)
+        if receiver.pages == () or receiver.cause is not None:
+            self.reserve.drop(receiver.owner)
+        self.rooms.bury(room, receiver.cause, receiver.rid, receiver.grant, self.now)
+
+    def _operator_release(self, grant: GrantNo) -> None:
+        receiver = self._by_grant.get(grant)
+        if receiver is None:
+            self.count("late", "operator_release")
+            return
+        receiver.apply(RE.OPERATOR_RELEASE)
+
+    # --- peers ------------------------------------------------------------------------------------------------------
+
+    def _frame(self, conn: ConnId, frame: Frame) -> None:
+        dialler = self.members.by_conn(conn)
+        if dialler is None:
+            self.count("late", "frame")
+            return
+        self._notices(dialler, dialler.frame(frame, self.now))
+        seat = dialler.bound
+        if isinstance(frame, Beat):
+            self._peer_progress(frame)
+        elif isinstance(frame, (Success, Failed, Drained)):
+            if seat is None or (frame.dst, frame.src, frame.rank) != (self.instance, seat.instance, seat.rank):
+                self.count("late", "identity")
+            else:
+                self._room_frame(seat, frame)
+
+    def _room_frame(self, seat: Seat, frame: Success | Failed | Drained) -> None:
+        receiver = self.rooms.get(frame.room)
+        if receiver is None:
+            self._latecomer(seat, frame)
+            return
+        if seat not in receiver.seats or (frame.grant != receiver.grant and not isinstance(frame, Failed)):
+            self.count("late", "grant")
+            return
+        if isinstance(frame, Success):
+            receiver.success(seat, frame.row)
+        elif isinstance(frame, Failed):
+            receiver.apply(RE.PEER_FAILED, cause=frame.cause, seat=seat)
+        else:
+            receiver.drained(seat)
+
+    def _latecomer(self, seat: Seat, frame: Success | Failed | Drained) -> None:
+        """For a room that is over. Prefill that still holds a row is told what became of it."""
+        self.count("late", type(frame).__name__.lower())
+        stone = self.rooms.tombstone(frame.room, self.now)
+        if stone is None or not isinstance(frame, Success):
+            return
+        room, grant = frame.room, frame.grant
+        if stone.cause is None:
+            reply: Frame = Received(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank)
+        else:
+            reply = Abort(
+                room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank, cause=stone.cause
+            )
+        self.send(seat, reply)
+
+    def _landed(self, grant: GrantNo, pages: tuple[int, ...]) -> None:
+        receiver = self._by_grant.get(grant)
+        if receiver is None:
+            self.count("late", "landed")
+            return
+        if receiver.state is R.GRANTED:
+            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
+            receiver.page_landed([page for page in receiver.pages if page in set(pages)])
+
+    def _quiet(self, grant: GrantNo) -> None:
+        if receiver := self._by_grant.get(grant):
+            receiver.fenced()
+        else:
+            self.count("late", "quiet")
+
+    def _peer_progress(self, beat: Beat) -> None:
+        """A room that prefill still queues (-1), or has got further with, is not stuck."""
+        for number, tokens in beat.progress.items():
+            room = Room(number)
+            receiver = self.rooms.get(room)
+            if receiver and receiver.state is R.GRANTED and (tokens < 0 or self._progress.get(room) != tokens):
+                self._progress[room] = tokens
+                self.timers.set(("progress", room), self.now + self.limits.progress_limit_s)
+
+    def _notices(self, dialler: Dialler, notices: list[Notice]) -> None:
+        for notice in notices:
+            match notice:
+                case Up(seat):
+                    for receiver in list(self.rooms.live.values()):
+                        receiver.session_up(seat)
+                case Gone(instance):
+                    self._instance_gone(instance)
+                    self.members.want_waiting(self.now)
+                case Refused(cause):
+                    self._route_bad(self.members.refused(dialler.endpoint), cause)
+
+    def _instance_gone(self, instance: Instance) -> None:
+        text = f"prefill {instance} is gone: its session ended and did not come back"
+        cause = Cause("peer_gone", text, 503, retryable=True, side=self.side)
+        self.count("peer_gone")
+        for receiver in list(self.rooms.live.values()):
+            for seat in receiver.seats:
+                if seat.instance == instance and receiver.state in (R.ALLOCATING, R.GRANTED, *ENDED_STATES):
+                    end = receiver.state not in ENDED_STATES
+                    receiver.apply(RE.PEER_GONE, cause=cause if end else None, seat=seat)
+
+    def _beat(self) -> Beat:
+        return Beat(src=self.instance, running=len(self.batch), waiting=self.waiting)

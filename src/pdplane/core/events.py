@@ -1,0 +1,192 @@
+"""Every input of the core. The shell (a worker process, or the simulator) reports what happened; the core decides.
+
+Times are seconds on one monotonic clock, passed beside the event. Nothing here is a request to do something but
+`LegArrived` and `Cancel`; all else is fact.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import Cause
+from .frames import Frame, PromptId, TopLogprob
+from .ids import ConnId, GrantNo, MoveNo, PageId, Rank, Rid, Room
+
+# --- from the HTTP edge -------------------------------------------------------------------------------------------
+
+
+class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """One leg of an attempt. `address` is the registry of its prefill (decode side only). `max_new`: tokens wanted.
+    `deadline` is absolute on the core's clock."""
+
+    rid: Rid
+    room: Room
+    prompt: PromptId
+    max_new: int
+    deadline: float
+    address: str = ""
+    priority: int = 0
+
+
+class LegRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """A leg that the HTTP edge turned away before it could become one: the other side is told as soon as it asks."""
+
+    room: Room
+    cause: Cause
+
+
+class JobArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of an aggregated worker: no room, no peer."""
+
+    rid: Rid
+    prompt_tokens: int
+    max_new: int
+    deadline: float
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """The client of this leg has left, or an abort call named it."""
+
+    rid: Rid
+    cause: Cause
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """No new rooms from now on; what runs finishes."""
+
+    reason: str = "the worker is draining"
+
+
+class OperatorRelease(msgspec.Struct, frozen=True):
+    """An operator frees the quarantined pages of a grant without a proof."""
+
+    grant: GrantNo
+
+
+# --- from the registry and the control network --------------------------------------------------------------------
+
+
+class ControlEndpoint(msgspec.Struct, frozen=True, order=True):
+    """Where a prefill rank listens for control sessions."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class RouteKnown(msgspec.Struct, frozen=True):
+    """The registry at `address` answered: which endpoint serves which prefill rank."""
+
+    address: str
+    ranks: tuple[tuple[Rank, ControlEndpoint], ...]
+
+
+class RouteFailed(msgspec.Struct, frozen=True):
+    address: str
+    cause: Cause
+
+
+class Dialled(msgspec.Struct, frozen=True):
+    endpoint: ControlEndpoint
+    conn: ConnId
+
+
+class DialFailed(msgspec.Struct, frozen=True):
+    endpoint: ControlEndpoint
+    error: str
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    conn: ConnId
+
+
+class FrameIn(msgspec.Struct, frozen=True):
+    conn: ConnId
+    frame: Frame
+
+
+class ConnLost(msgspec.Struct, frozen=True):
+    conn: ConnId
+
+
+# --- from the transport -------------------------------------------------------------------------------------------
+
+
+class PagesLanded(msgspec.Struct, frozen=True):
+    grant: GrantNo
+    pages: tuple[PageId, ...]
+
+
+class GrantQuiet(msgspec.Struct, frozen=True):
+    """The local fence has closed: nothing lands under this grant any more."""
+
+    grant: GrantNo
+
+
+class MoveDone(msgspec.Struct, frozen=True):
+    """error "": the pages are visible at the destination. Either way the source pages are not read any more."""
+
+    move: MoveNo
+    error: str = ""
+
+
+# --- from the engine ----------------------------------------------------------------------------------------------
+
+
+class Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """A step has run: KV of the first `tokens` tokens is in the pages."""
+
+    rid: Rid
+    tokens: int
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill's engine has the whole prompt and its first token; `ended` where that token is the last."""
+
+    rid: Rid
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+    cached_tokens: int = 0
+    ended: str | None = None
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine touches this request's pages no more (own completion). `error` where it ended by a fault."""
+
+    rid: Rid
+    error: str = ""
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has come to what `next_due` said."""
+
+
+Event = (
+    LegArrived
+    | LegRefused
+    | JobArrived
+    | Cancel
+    | Drain
+    | OperatorRelease
+    | RouteKnown
+    | RouteFailed
+    | Dialled
+    | DialFailed
+    | Accepted
+    | FrameIn
+    | ConnLost
+    | PagesLanded
+    | GrantQuiet
+    | MoveDone
+    | Computed
+    | Sampled
+    | Released
+    | Tick
+)

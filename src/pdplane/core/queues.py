@@ -1,0 +1,60 @@
+"""A queue by priority, then arrival, in which a head that does not fit may be overtaken a bounded number of times.
+
+Without overtaking one large request idles the pool; without the bound it starves.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class _Entry(msgspec.Struct, Generic[T]):
+    rank: tuple[int, int]  # (-priority, arrival)
+    item: T
+    overtaken: int = 0
+
+    def __lt__(self, other: _Entry[T]) -> bool:
+        return self.rank < other.rank
+
+
+class AdmissionQueue(Generic[T]):
+    """Higher priority first. At most `max_overtakes` later entries are let past one that does not fit."""
+
+    def __init__(self, max_overtakes: int = 8) -> None:
+        self._entries: list[_Entry[T]] = []
+        self._arrivals = 0
+        self._max_overtakes = max_overtakes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        return (entry.item for entry in self._entries)
+
+    def push(self, item: T, priority: int = 0) -> None:
+        self._arrivals += 1
+        insort(self._entries, _Entry((-priority, self._arrivals), item))
+
+    def remove(self, item: T) -> None:
+        """Takes `item` out; no error where it is not in."""
+        self._entries = [entry for entry in self._entries if entry.item is not item]
+
+    def pop_fitting(self, fits: Callable[[T], bool]) -> T | None:
+        """The first entry that fits, unless it would overtake one that was overtaken often enough."""
+        passed: list[_Entry[T]] = []
+        for entry in self._entries:
+            if fits(entry.item):
+                for other in passed:
+                    other.overtaken += 1
+                self._entries.remove(entry)
+                return entry.item
+            if entry.overtaken >= self._max_overtakes:
+                return None
+            passed.append(entry)
+        return None
