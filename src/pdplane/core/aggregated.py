@@ -6,8 +6,8 @@ import msgspec
 
 from .admission import demand, queue_full, refuse
 from .batch import Batch, Running
-from .effects import RunWhole
-from .errors import Cause, deadline
+from .effects import AnswerFailed, RunWhole
+from .errors import Cause, deadline, duplicate_rid
 from .events import Cancel, Computed, Drain, Event, JobArrived, Released
 from .ids import Rid
 from .node import Limits, Node, TimerKey
@@ -68,12 +68,19 @@ class AggregatedNode(Node):
     def _after(self) -> None:
         self.batch.grow()
         while not self.batch.full:
-            job = self._queue.pop_fitting(lambda j: self.reserve.may_admit(j.pages, j.most))
+            job = self._queue.pop_fitting(self._fits, self.reserve.stamp)
             if job is None:
                 return
             self._start(job)
 
+    def _fits(self, job: _Job) -> bool:
+        return self.reserve.may_admit(job.pages, job.most, running=True)
+
     def _arrived(self, event: JobArrived) -> None:
+        if event.rid in self._waiting or event.rid in self.batch.running:
+            self.out.append(AnswerFailed(event.rid, duplicate_rid(event.rid, self.side)))
+            self.count("duplicate_rid")
+            return
         need = demand(event.prompt_tokens, event.max_new, self.limits)
         if refusal := refuse(self, event.prompt_tokens, len(self._waiting)):
             self.answer_failed(event.rid, None, refusal)

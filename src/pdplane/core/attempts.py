@@ -139,35 +139,23 @@ CHOOSING, HELD, STREAMING, DRAINING, OVER = range(5)
 PHASE_NAMES = ("choosing", "held", "streaming", "draining", "over")
 
 
-class RequestAttempts:
-    """The machine of one request; see the module's words. Not thread-safe. `attempt` counts from 0."""
+class RequestAttempts(msgspec.Struct, gc=False, eq=False):
+    """The machine of one request; see the module's words. Not thread-safe. Only `retries` is for the caller to set.
 
-    __slots__ = (
-        "_decode_open",
-        "_excluded",
-        "_last",
-        "_prefill_open",
-        "_retries",
-        "attempt",
-        "cause",
-        "decode",
-        "late",
-        "phase",
-        "prefill",
-    )
+    `attempt` counts from 0; `cause` is the verdict's.
+    """
 
-    def __init__(self, retries: int = 1) -> None:
-        self._retries = retries
-        self._excluded: frozenset[str] = frozenset()
-        self._last: Failure | None = None
-        self._prefill_open = False
-        self._decode_open = False
-        self.phase = CHOOSING
-        self.attempt = 0
-        self.prefill: str | None = None
-        self.decode = ""
-        self.cause: Cause | None = None  # the verdict's
-        self.late = 0
+    retries: int = 1
+    phase: int = CHOOSING
+    attempt: int = 0
+    prefill: str | None = None
+    decode: str = ""
+    cause: Cause | None = None
+    late: int = 0
+    _excluded: frozenset[str] = frozenset()
+    _last: Failure | None = None
+    _prefill_open: bool = False
+    _decode_open: bool = False
 
     @property
     def over(self) -> bool:
@@ -276,7 +264,7 @@ class RequestAttempts:
             effects.append(_RELEASE_DECODE)
         effects += self._end_legs(_closed_with(side, failure.cause))
         self._last = failure
-        if not failure.cause.retryable or self.attempt >= self._retries:
+        if not failure.cause.retryable or self.attempt >= self.retries:
             return self._over((*effects, Reply(failure)), failure.cause)
         self._exclude(failure.blames or side)
         self.attempt += 1

@@ -35,6 +35,8 @@ class Batch:
         self._node = node
         self._reserve = reserve
         self._hungry: dict[Rid, None] = {}
+        self._grew_hungry = 0
+        self._fed_at: tuple[object, ...] = ()
 
     def __len__(self) -> int:
         return len(self.running)
@@ -46,6 +48,7 @@ class Batch:
     def start(self, request: Running, deadline_at: float) -> None:
         """The engine owns it from here; its pages are `active` already."""
         self.running[request.rid] = request
+        self._reserve.run(request.owner)
         self._node.timers.set(("running", request.rid), deadline_at)
         self._node.note(request.rid, request.room, "running")
         self._watch(request)
@@ -88,6 +91,8 @@ class Batch:
 
     def grow(self) -> None:
         """Feeds the hungry, first come first served, as far as the reserve allows. Before any admission."""
+        if self._fed_at == (self._reserve.stamp, self._grew_hungry):
+            return
         for rid in list(self._hungry):
             request = self.running[rid]
             if not self._reserve.may_grow(request.owner):
@@ -98,9 +103,11 @@ class Batch:
             self._node.out.append(ExtendPages(rid, (page,)))
             del self._hungry[rid]
             self._watch(request)
+        self._fed_at = (self._reserve.stamp, self._grew_hungry)
 
     def _watch(self, request: Running) -> None:
         size = self._node.limits.page_size
         ahead = len(request.pages) * size - request.tokens
-        if len(request.pages) < request.most and ahead <= size // 2:
-            self._hungry.setdefault(request.rid)
+        if len(request.pages) < request.most and ahead <= size // 2 and request.rid not in self._hungry:
+            self._hungry[request.rid] = None
+            self._grew_hungry += 1

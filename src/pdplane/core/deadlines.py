@@ -22,6 +22,8 @@ class Timers(Generic[K]):
         self._serial = 0
 
     def set(self, key: K, when: float) -> None:
+        if key in self._due and self._due[key][0] == when:
+            return
         self._serial += 1
         self._due[key] = (when, self._serial)
         heapq.heappush(self._heap, (when, self._serial, key))

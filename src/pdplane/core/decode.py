@@ -28,10 +28,10 @@ from .events import (
     RouteKnown,
 )
 from .frames import Abort, Beat, Drained, Failed, Frame, Received, Success
-from .ids import ConnId, GrantNo, Instance, Rid, Room, Seat
+from .ids import NO_GRANT, ConnId, GrantNo, Instance, PageId, Rid, Room, Seat
 from .membership import Membership
 from .node import Limits, Node, TimerKey
-from .pages import Page
+from .pages import NOBODY, Owner, Page
 from .queues import AdmissionQueue
 from .receiver import Receiver
 from .reserve import Reserve
@@ -56,7 +56,9 @@ class DecodeNode(Node):
         self.batch = Batch(self, self.reserve)
         self.members = Membership(me, limits.session, self.out, self._beat)
         self._allocating: AdmissionQueue[Receiver] = AdmissionQueue(limits.max_overtakes)
+        self._waiting: set[Room] = set()
         self._succeeded: dict[Room, Receiver] = {}
+        self._owed: dict[Seat, dict[Room, None]] = {}  # rooms over here, which that seat has not confirmed
         self._by_rid: dict[Rid, Receiver] = {}
         self._by_grant: dict[GrantNo, Receiver] = {}
         self._progress: dict[Room, int] = {}
@@ -82,6 +84,8 @@ class DecodeNode(Node):
     def settled(self, receiver: Receiver) -> None:
         """Clocks and queues follow the machine's state."""
         room, state = receiver.room, receiver.state
+        if state not in (R.QUEUED, R.ALLOCATING):
+            self._waiting.discard(room)
         if state is R.GRANTED:
             self.timers.clear(("queue", room))
         elif state is R.SUCCESS:
@@ -102,7 +106,7 @@ class DecodeNode(Node):
 
     @property
     def waiting(self) -> int:
-        return sum(receiver.state in (R.QUEUED, R.ALLOCATING) for receiver in self.rooms.live.values())
+        return len(self._waiting)
 
     def _event(self, event: Event) -> None:
         match event:
@@ -144,6 +148,9 @@ class DecodeNode(Node):
         if kind == "running" and isinstance(name, str):
             self.batch.overdue(Rid(name))
             return
+        if kind == "owed" and isinstance(name, Seat):
+            self._owed.pop(name, None)
+            return
         receiver = self.rooms.get(Room(name)) if isinstance(name, int) else None
         if receiver is None:
             return
@@ -171,21 +178,30 @@ class DecodeNode(Node):
         if due is not None:
             self.timers.set(("sessions", 0), due)
 
+    def owner_of(self, rid: Rid) -> Owner:
+        """Under which name the ledger knows this request's pages; NOBODY where it holds none."""
+        if running := self.batch.running.get(rid):
+            return running.owner
+        receiver = self._by_rid.get(rid)
+        return receiver.owner if receiver and receiver.pages else NOBODY
+
     # --- legs -------------------------------------------------------------------------------------------------------
 
     def _leg(self, leg: LegArrived) -> None:
-        if leg.room in self.rooms.live or self.rooms.tombstone(leg.room, self.now) or leg.rid in self._by_rid:
+        taken = leg.rid in self._by_rid or leg.rid in self.batch.running
+        if taken or leg.room in self.rooms.live or self.rooms.tombstone(leg.room, self.now):
             text = f"room {leg.room} is in use or was used; every attempt needs a room and a rid of its own"
             self.out.append(AnswerFailed(leg.rid, Cause("duplicate_room", text, 409, side=self.side)))
             self.count("duplicate_room")
             return
         if refusal := refuse(self, leg.prompt.tokens, self.waiting):
             self.answer_failed(leg.rid, leg.room, refusal)
-            self.rooms.bury(leg.room, refusal, leg.rid, GrantNo(0), self.now)
+            self.rooms.bury(leg.room, refusal, leg.rid, NO_GRANT, self.now)
             return
         receiver = Receiver(leg, self.now, self)
         self.rooms.live[leg.room] = receiver
         self._by_rid[leg.rid] = receiver
+        self._waiting.add(leg.room)
         self.timers.set(("deadline", leg.room), leg.deadline)
         self.timers.set(("queue", leg.room), self.now + self.limits.queue_limit_s)
         self.note(leg.rid, leg.room, R.QUEUED)
@@ -226,7 +242,7 @@ class DecodeNode(Node):
     def _admit(self) -> None:
         """All pages of a prompt on every rank, or none; room to grow to the end is spoken for (core/reserve.py)."""
         while len(self.reserve) < 2 * self.limits.max_running:
-            receiver = self._allocating.pop_fitting(self._fits)
+            receiver = self._allocating.pop_fitting(self._fits, self.reserve.stamp)
             if receiver is None:
                 return
             need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
@@ -248,7 +264,7 @@ class DecodeNode(Node):
             assert row is not None
             if row.finish_reason is not None:
                 receiver.apply(RE.ROW_ENDS)
-            elif not self.batch.full:
+            elif not self.batch.full and self.reserve.may_run(receiver.owner):
                 self._run(receiver)
 
     def _run(self, receiver: Receiver) -> None:
@@ -286,6 +302,10 @@ class DecodeNode(Node):
         if receiver.pages == () or receiver.cause is not None:
             self.reserve.drop(receiver.owner)
         self.rooms.bury(room, receiver.cause, receiver.rid, receiver.grant, self.now)
+        if receiver.cause is not None:
+            for seat in receiver.unconfirmed:
+                self._owed.setdefault(seat, {})[room] = None
+                self.timers.set(("owed", seat), self.now + self.limits.tombstone_s)
 
     def _operator_release(self, grant: GrantNo) -> None:
         receiver = self._by_grant.get(grant)
@@ -302,9 +322,10 @@ class DecodeNode(Node):
             self.count("late", "frame")
             return
         self._notices(dialler, dialler.frame(frame, self.now))
-        seat = dialler.bound
+        seat = dialler.bound if dialler.up else None
         if isinstance(frame, Beat):
-            self._peer_progress(frame)
+            if seat and frame.src == seat.instance:
+                self._peer_progress(seat, frame)
         elif isinstance(frame, (Success, Failed, Drained)):
             if seat is None or (frame.dst, frame.src, frame.rank) != (self.instance, seat.instance, seat.rank):
                 self.count("late", "identity")
@@ -316,7 +337,9 @@ class DecodeNode(Node):
         if receiver is None:
             self._latecomer(seat, frame)
             return
-        if seat not in receiver.seats or (frame.grant != receiver.grant and not isinstance(frame, Failed)):
+        # A FAILED may have left before prefill saw the grant; nothing else proves for a grant that it does not name.
+        known = (receiver.grant, NO_GRANT) if isinstance(frame, Failed) else (receiver.grant,)
+        if seat not in receiver.seats or frame.grant not in known:
             self.count("late", "grant")
             return
         if isinstance(frame, Success):
@@ -328,27 +351,44 @@ class DecodeNode(Node):
 
     def _latecomer(self, seat: Seat, frame: Success | Failed | Drained) -> None:
         """For a room that is over. Prefill that still holds a row is told what became of it."""
-        self.count("late", type(frame).__name__.lower())
+        owed = self._owed.get(seat, {})
+        if not isinstance(frame, Failed) and frame.room in owed:
+            del owed[frame.room]
+        else:
+            self.count("late", type(frame).__name__.lower())
         stone = self.rooms.tombstone(frame.room, self.now)
         if stone is None or not isinstance(frame, Success):
             return
         room, grant = frame.room, frame.grant
         if stone.cause is None:
-            reply: Frame = Received(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank)
+            self.send(seat, Received(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank))
         else:
-            reply = Abort(
-                room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank, cause=stone.cause
-            )
-        self.send(seat, reply)
+            self._abort_again(seat, room, grant, stone.cause)
 
-    def _landed(self, grant: GrantNo, pages: tuple[int, ...]) -> None:
+    def _abort_again(self, seat: Seat, room: Room, grant: GrantNo, cause: Cause) -> None:
+        frame = Abort(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank, cause=cause)
+        self.send(seat, frame)
+
+    def _resync(self, seat: Seat) -> None:
+        """The frame of each room's state again. Rooms that are over here (a closed fence needs nobody's word) and may
+        not be over there are aborted: a terminal status always crosses (rule 1)."""
+        for receiver in list(self.rooms.live.values()):
+            receiver.session_up(seat)
+        for room in list(self._owed.get(seat, ())):
+            stone = self.rooms.tombstone(room, self.now)
+            if stone is not None and stone.cause is not None:
+                self._abort_again(seat, room, stone.grant, stone.cause)
+
+    def _landed(self, grant: GrantNo, pages: tuple[PageId, ...]) -> None:
         receiver = self._by_grant.get(grant)
         if receiver is None:
             self.count("late", "landed")
             return
-        if receiver.state is R.GRANTED:
-            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
-            receiver.page_landed([page for page in receiver.pages if page in set(pages)])
+        if receiver.state is not R.GRANTED:
+            self.count("late", "landed")
+            return
+        self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
+        receiver.page_landed(set(pages).intersection(receiver.pages))
 
     def _quiet(self, grant: GrantNo) -> None:
         if receiver := self._by_grant.get(grant):
@@ -356,12 +396,14 @@ class DecodeNode(Node):
         else:
             self.count("late", "quiet")
 
-    def _peer_progress(self, beat: Beat) -> None:
+    def _peer_progress(self, seat: Seat, beat: Beat) -> None:
         """A room that prefill still queues (-1), or has got further with, is not stuck."""
         for number, tokens in beat.progress.items():
             room = Room(number)
             receiver = self.rooms.get(room)
-            if receiver and receiver.state is R.GRANTED and (tokens < 0 or self._progress.get(room) != tokens):
+            if receiver is None or receiver.state is not R.GRANTED or seat not in receiver.seats:
+                continue
+            if tokens < 0 or self._progress.get(room) != tokens:
                 self._progress[room] = tokens
                 self.timers.set(("progress", room), self.now + self.limits.progress_limit_s)
 
@@ -369,8 +411,7 @@ class DecodeNode(Node):
         for notice in notices:
             match notice:
                 case Up(seat):
-                    for receiver in list(self.rooms.live.values()):
-                        receiver.session_up(seat)
+                    self._resync(seat)
                 case Gone(instance):
                     self._instance_gone(instance)
                     self.members.want_waiting(self.now)

@@ -66,5 +66,9 @@ def busy(message: str, *, side: str, retry_after_s: int = 1) -> Cause:
     return Cause("overloaded", message, 429, retryable=True, side=side, retry_after_s=retry_after_s)
 
 
+def duplicate_rid(rid: str, side: str) -> Cause:
+    return Cause("duplicate_rid", f"rid {rid!r} is in use; every attempt needs a rid of its own", 409, side=side)
+
+
 def unavailable(code: str, message: str, *, side: str, status: int = 503) -> Cause:
     return Cause(code, message, status, retryable=True, side=side)

@@ -17,7 +17,9 @@ from .ids import ConnId, GrantNo, MoveNo, PageId, Rank, Rid, Room
 
 class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of an attempt. `address` is the registry of its prefill (decode side only). `max_new`: tokens wanted.
-    `deadline` is absolute on the core's clock."""
+    `deadline` is absolute on the core's clock. An AnswerFailed for this rid among the effects of this very event is the
+    newcomer's, also where the rid is in use: the shell registers the leg only afterwards, and the first keeps its own.
+    """
 
     rid: Rid
     room: Room
@@ -36,7 +38,7 @@ class LegRefused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobArrived(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of an aggregated worker: no room, no peer."""
+    """A request of an aggregated worker: no room, no peer. A refusal comes among the effects, as for a leg."""
 
     rid: Rid
     prompt_tokens: int

@@ -39,6 +39,8 @@ class Membership:
         self.groups: dict[str, Group] = {}
         self.diallers: dict[ControlEndpoint, Dialler] = {}
         self._me, self._times, self._out, self._beat = me, times, out, beat
+        self._of_conn: dict[ConnId, Dialler] = {}  # learnt on the way, checked at use
+        self._of_seat: dict[Seat, Dialler] = {}
 
     def seek(self, address: str, room: Room) -> tuple[Seat, ...]:
         """The seats at `address` where all their sessions are up; otherwise none, and `room` waits for them."""
@@ -99,16 +101,18 @@ class Membership:
 
     def conn(self, seat: Seat) -> ConnId | None:
         """The connection to exactly this instance, if its session is up. Never the successor's."""
-        for dialler in self.diallers.values():
-            if dialler.up and dialler.bound == seat:
-                return dialler.conn
-        return None
+        dialler = self._of_seat.get(seat)
+        if dialler is None or dialler.bound != seat:
+            self._of_seat = {dialler.bound: dialler for dialler in self.diallers.values() if dialler.bound}
+            dialler = self._of_seat.get(seat)
+        return dialler.conn if dialler and dialler.up else None
 
     def by_conn(self, conn: ConnId) -> Dialler | None:
-        for dialler in self.diallers.values():
-            if dialler.conn == conn:
-                return dialler
-        return None
+        dialler = self._of_conn.get(conn)
+        if dialler is None or dialler.conn != conn:
+            self._of_conn = {dialler.conn: dialler for dialler in self.diallers.values() if dialler.conn}
+            dialler = self._of_conn.get(conn)
+        return dialler
 
     def tick(self, now: float) -> list[tuple[Dialler, Notice]]:
         return [(dialler, notice) for dialler in self.diallers.values() for notice in dialler.tick(now)]

@@ -49,7 +49,9 @@ class PrefillNode(Node):
         self._queue: AdmissionQueue[Sender] = AdmissionQueue(limits.max_overtakes)
         self._by_rid: dict[Rid, Sender] = {}
         self._by_move: dict[MoveNo, Sender] = {}
+        self._waiting: set[Room] = set()
         self._moves = 0
+        self.computing = 0  # prompts that the engine has
 
     # --- Desk -------------------------------------------------------------------------------------------------------
 
@@ -76,6 +78,10 @@ class PrefillNode(Node):
     def settled(self, sender: Sender) -> None:
         """Clocks and queues follow the machine's state."""
         room, state, limits = sender.room, sender.state, self.limits
+        if state in (S.WAITING, S.ARMED):
+            self._waiting.add(room)
+        else:
+            self._waiting.discard(room)
         if state in (S.ORPHAN, S.WAITING):
             kind = "leg" if state is S.ORPHAN else "announce"
             self._swap_clock(room, kind, None if sender.peer and kind == "announce" else self.now + limits.peer_wait_s)
@@ -87,7 +93,8 @@ class PrefillNode(Node):
             self._swap_clock(room, "row", self.now + limits.row_ttl_s)
             self.timers.clear(("deadline", room))
         elif state is S.DRAINING:
-            self._swap_clock(room, "drain", self.now + limits.drain_limit_s)
+            if not sender.quarantined:
+                self._swap_clock(room, "drain", self.now + limits.drain_limit_s)
             self.timers.clear(("deadline", room))
         elif state is S.GONE:
             self._gone(sender)
@@ -99,12 +106,8 @@ class PrefillNode(Node):
         return len(self.rooms.live)
 
     @property
-    def computing(self) -> int:
-        return sum(sender.in_engine for sender in self.rooms.live.values())
-
-    @property
     def waiting(self) -> int:
-        return sum(sender.state in (S.WAITING, S.ARMED) for sender in self.rooms.live.values())
+        return len(self._waiting)
 
     def _event(self, event: Event) -> None:
         match event:
@@ -116,8 +119,7 @@ class PrefillNode(Node):
             case Sampled():
                 self._sampled(event)
             case Released(rid=rid, error=error):
-                if sender := self._by_rid.get(rid):
-                    sender.released(error)
+                self._released(rid, error)
             case MoveDone(move, error):
                 if sender := self._by_move.pop(move, None):
                     sender.move_done(move, error)
@@ -158,7 +160,7 @@ class PrefillNode(Node):
     def _after(self) -> None:
         self._notices(self.sessions.tick(self.now))
         while self.computing < self.limits.max_running:
-            sender = self._queue.pop_fitting(self._fits)
+            sender = self._queue.pop_fitting(self._fits, self.ledger.free_count)
             if sender is None:
                 break
             self._start(sender)
@@ -222,7 +224,16 @@ class PrefillNode(Node):
         assert sender.rid is not None
         pages = self.ledger.take(self._need(sender), Page.COMPUTING, Owner(sender.rid))
         self.out.append(RunPrefill(sender.rid, pages))
+        self.computing += 1
         sender.start(pages)
+
+    def _released(self, rid: Rid, error: str) -> None:
+        sender = self._by_rid.get(rid)
+        if sender is None or not sender.in_engine:
+            self.count("late", "released")
+            return
+        self.computing -= 1
+        sender.released(error)
 
     def _sampled(self, event: Sampled) -> None:
         sender = self._by_rid.get(event.rid)
@@ -269,6 +280,8 @@ class PrefillNode(Node):
             return
         if (frame.dst, frame.src, frame.rank) != (self.instance, peer, self.rank):
             self.count("late", "identity")
+            if frame.dst != self.instance:
+                self.sessions.reject(conn, frame.dst, self.now)
             return
         self._room_frame(peer, frame)
 
@@ -284,7 +297,9 @@ class PrefillNode(Node):
                 return
             sender = self._open(frame.room)
         if sender.peer not in (None, peer):
-            self._answer(peer, frame, duplicate(frame.room, "another decode has asked for it"))
+            self._not_theirs(peer, frame)
+        elif isinstance(frame, (Abort, Received)) and sender.grant and sender.grant.grant != frame.grant:
+            self.count("late", "grant")
         elif isinstance(frame, Grant) and sender.grant and sender.grant.grant != frame.grant:
             self._answer(peer, frame, duplicate(frame.room, f"it has grant {sender.grant.grant}"))
         elif isinstance(frame, Grant):
@@ -295,6 +310,14 @@ class PrefillNode(Node):
             sender.aborted(frame)
         else:
             sender.apply(SE.RECEIVED)
+
+    def _not_theirs(self, peer: Instance, frame: ToPrefillFrame) -> None:
+        """Another decode has this room: the second is told, and nothing was ever written for it."""
+        self.count("duplicate_room")
+        if isinstance(frame, (Announce, Grant)):
+            self._answer(peer, frame, duplicate(frame.room, "another decode has asked for it"))
+        elif isinstance(frame, Abort):
+            self._drained(peer, frame.room, frame.grant)
 
     def _from_the_grave(self, peer: Instance, frame: ToPrefillFrame, stone: Tombstone) -> None:
         """The room is over here: whoever asks is told so, with the proof that nothing will be written."""

@@ -1,8 +1,8 @@
 """Decode's side of one room: applies RECEIVER of core/table.py, keeps the rank sets and the pages.
 
 Ranks are sets, never counters: who was told, who is quiet, who has succeeded. A rank is quiet once it can write no
-more under this room's grant: by SUCCESS, by DRAINED, by the closed local fence, or because it was never granted
-anything and its instance is gone. `quiet >= told` is the proof that frees pages (O4).
+more under this room's grant: by SUCCESS, by DRAINED, by the closed local fence, or because it was never handed a
+GRANT and its instance is gone. `quiet >= told` is the proof that frees pages (O4).
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Receiver:
         self.arrived_at = arrived_at
         self.state = R.QUEUED
         self.seats: tuple[Seat, ...] = ()
-        self.told: set[Seat] = set()
+        self.told: set[Seat] = set()  # handed any frame of this room
+        self.granted: set[Seat] = set()  # handed its GRANT: these owe a proof
         self.quiet: set[Seat] = set()
+        self.drained_by: set[Seat] = set()
         self.succeeded: set[Seat] = set()
         self.landed: set[PageId] = set()
         self.pages: tuple[PageId, ...] = ()
@@ -85,6 +87,11 @@ class Receiver:
         """Seats whose proof is missing."""
         return [seat for seat in self.seats if seat in self.told and seat not in self.quiet]
 
+    @property
+    def unconfirmed(self) -> set[Seat]:
+        """Seats that know of this room and have not said themselves that it is over."""
+        return self.told - self.drained_by - self.succeeded
+
     def apply(self, event: RE, *, cause: Cause | None = None, seat: Seat | None = None) -> None:
         """One cell of the table. `cause`: why, for events that end the room. `seat`: whose event it is."""
         step = RECEIVER.get((self.state, event))
@@ -97,7 +104,7 @@ class Receiver:
                 self.cause = cause
             else:
                 self._node.count("late_verdict", cause.code)
-        if event is RE.PEER_GONE and seat is not None and self.grant == NO_GRANT:
+        if event is RE.PEER_GONE and seat is not None and seat not in self.granted:
             self.quiet.add(seat)  # never granted: it owes no proof
         if was is not self.state:
             self._node.note(self.rid, self.room, self.state, str(cause) if cause else "")
@@ -117,20 +124,32 @@ class Receiver:
         self.pages = pages
 
     def success(self, seat: Seat, row: Row) -> None:
+        if self.state not in (R.GRANTED, R.DRAINING, R.QUARANTINE):
+            self._node.count("late", f"{self.state}/success")
+            return
         self.quiet.add(seat)
+        self.succeeded.add(seat)
+        if self.state is R.GRANTED:
+            self._take_row(seat, row)
+        self._derive()
+
+    def _take_row(self, seat: Seat, row: Row) -> None:
         prompt = self.leg.prompt
         if (row.prompt_digest, row.prompt_tokens) != (prompt.digest, prompt.tokens):
             theirs = f"{row.prompt_digest.hex()} of {row.prompt_tokens} tokens"
             ours = f"{prompt.digest.hex()} of {prompt.tokens} tokens"
             text = f"prefill computed another prompt: {theirs}, decode has {ours}"
             self.apply(RE.ROW_BAD, cause=Cause("prompt_mismatch", text, 500, side="decode"), seat=seat)
-            return
-        self.succeeded.add(seat)
-        self.row = self.row or row
-        self._derive()
+        else:
+            self.row = self.row or row
 
     def drained(self, seat: Seat) -> None:
+        """Prefill says FAILED before DRAINED, so a room that is not over has nothing to drain."""
+        if self.state not in (R.DRAINING, R.QUARANTINE):
+            self._node.count("late", f"{self.state}/drained")
+            return
         self.quiet.add(seat)
+        self.drained_by.add(seat)
         self._derive()
 
     def fenced(self) -> None:
@@ -228,16 +247,22 @@ class Receiver:
 
     def _grant(self, seat: Seat) -> None:
         left = max(0.0, self.leg.deadline - self._node.now)
-        self._tell(seat, Grant(**self._identity(seat), pages=self.pages, prompt=self.leg.prompt, time_left_s=left))
+        frame = Grant(**self._identity(seat), pages=self.pages, prompt=self.leg.prompt, time_left_s=left)
+        if self._tell(seat, frame):
+            self.granted.add(seat)
 
     def _abort(self, seat: Seat) -> None:
-        if seat not in self.quiet:
+        if seat in self.succeeded:
+            self._tell(seat, Received(**self._identity(seat)))  # its row is not wanted any more
+        elif seat not in self.quiet:
             assert self.cause is not None
             self._tell(seat, Abort(**self._identity(seat), cause=self.cause))
 
-    def _tell(self, seat: Seat, frame: Frame) -> None:
-        if self._desk.send(seat, frame):
+    def _tell(self, seat: Seat, frame: Frame) -> bool:
+        handed = self._desk.send(seat, frame)
+        if handed:
             self.told.add(seat)
+        return handed
 
     def _identity(self, seat: Seat) -> _Identity:
         return _Identity(room=self.room, grant=self.grant, src=self._desk.instance, dst=seat.instance, rank=seat.rank)

@@ -65,6 +65,7 @@ class Sender:
         self.computed = 0  # tokens
         self.outstanding: set[MoveNo] = set()
         self.in_engine = False
+        self.quarantined = False
         self.row: Row | None = None
         self.cause: Cause | None = None
         self._desk = desk
@@ -226,7 +227,8 @@ class Sender:
         """Posts what is computed and not yet moved; nothing new while the session is down (PROTOCOL 4)."""
         assert self.grant is not None
         assert self.peer is not None
-        ready = len(self.pages) if whole else self.computed // self._node.limits.page_size
+        full = min(self.computed // self._node.limits.page_size, len(self.pages))
+        ready = len(self.pages) if whole else full
         if ready <= self.moved or not self._desk.session_up(self.peer):
             return
         src, dst = self.pages[self.moved : ready], self.grant.pages[self.moved : ready]
@@ -248,6 +250,7 @@ class Sender:
         ledger.shift(self.pages[self.moved :], owner, Page.COMPUTING, Page.DRAINING)
 
     def _quarantine(self) -> None:
+        self.quarantined = True
         self._node.ledger.shift(self.pages, self._owner, Page.DRAINING, Page.QUARANTINED)
         what = "a step of the engine" if self.in_engine else f"{len(self.outstanding)} writes to {self.peer}"
         self._node.alarm(f"room {self.room}: {len(self.pages)} pages quarantined at prefill, {what} never returned")

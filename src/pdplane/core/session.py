@@ -179,6 +179,8 @@ class Dialler:
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Notice]:
         notices: list[Notice] = []
+        if welcome.dst != self._me.instance:
+            return self._refuse(unavailable("wrong_instance", f"a welcome for {welcome.dst} came", side="decode"))
         seat = Seat(welcome.src, welcome.rank)
         if self.bound and self.bound != seat:
             notices.append(self._unbind())
@@ -294,8 +296,13 @@ class Acceptor:
         if isinstance(frame, Hello):
             return self._greeted(guest, frame, now)
         if guest.hello is None:
-            self._turn_away(guest, Cause("not_greeted", "the first frame of a session must be a hello", 400))
+            self._turn_away(guest, Cause("not_greeted", "the first frame of a session must be a hello", 400), now)
         return []
+
+    def reject(self, conn: ConnId, meant: Instance, now: float) -> None:
+        """This connection speaks to another instance than us."""
+        if guest := self._guests.get(conn):
+            self._turn_away(guest, self._wrong_instance(meant), now)
 
     def lost(self, conn: ConnId, now: float) -> None:
         guest = self._guests.pop(conn, None)
@@ -326,7 +333,10 @@ class Acceptor:
 
     def _greeted(self, guest: Guest, hello: Hello, now: float) -> list[Notice]:
         if unfit := self._unfit(hello):
-            self._turn_away(guest, unfit)
+            self._turn_away(guest, unfit, now)
+            return []
+        if guest.hello and guest.hello.src != hello.src:
+            self._turn_away(guest, Cause("rebound", f"this session is {guest.hello.src}'s", 400), now)
             return []
         older = self._conn_of.get(hello.src, NO_CONN)
         if older not in (NO_CONN, guest.conn):
@@ -343,7 +353,7 @@ class Acceptor:
 
     def _unfit(self, hello: Hello) -> Cause | None:
         if hello.dst not in ("", self._me.instance):
-            return Cause("wrong_instance", f"{hello.dst} is not here; this is {self._me.instance}", 503, retryable=True)
+            return self._wrong_instance(hello.dst)
         if not hmac.compare_digest(hello.secret.encode(), self._me.secret.encode()):
             return Cause("unauthorized", "the session's shared secret is not ours; give both sides the same", 401)
         if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
@@ -351,7 +361,10 @@ class Acceptor:
             return Cause("incompatible", f"protocol differs: prefill speaks {ours}, decode speaks {theirs}", 503)
         return mismatch(self._me.stamp, hello.stamp)
 
-    def _turn_away(self, guest: Guest, cause: Cause) -> None:
+    def _wrong_instance(self, meant: Instance) -> Cause:
+        return Cause("wrong_instance", f"{meant} is not here; this is {self._me.instance}", 503, retryable=True)
+
+    def _turn_away(self, guest: Guest, cause: Cause, now: float) -> None:
         self._out.append(SendFrame(guest.conn, Reject(src=self._me.instance, cause=cause)))
         self._out.append(CloseConn(guest.conn))
-        self._guests.pop(guest.conn, None)
+        self.lost(guest.conn, now)

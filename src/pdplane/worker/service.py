@@ -7,7 +7,7 @@ knows nothing of rooms but their number, the role nothing of OpenAI's JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -63,7 +63,9 @@ class Stream:
         self.rid = rid
         self._on_close = on_close
         self._queue: asyncio.Queue[Chunk | Cause] = asyncio.Queue()
-        self._ended = False
+        self._ended = False  # nothing more is taken from the role
+        self._read_all = False  # nothing more is there to be read
+        self.refusal: Cause | None = None
 
     @property
     def ended(self) -> bool:
@@ -78,6 +80,7 @@ class Stream:
     def fail(self, cause: Cause) -> None:
         if not self._ended:
             self._ended = True
+            self.refusal = cause
             self._queue.put_nowait(cause)
 
     def close(self, cause: Cause) -> None:
@@ -85,14 +88,18 @@ class Stream:
             self._ended = True
             self._on_close(self.rid, cause)
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Cause):
-                raise Refused(item)
-            yield item
-            if item.finish_reason is not None:
-                return
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._read_all:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, Cause):
+            self._read_all = True
+            raise Refused(item)
+        self._read_all = item.finish_reason is not None
+        return item
 
 
 class Service(Protocol):

@@ -1,0 +1,78 @@
+# Two targets do everything on a fresh machine: `make serve` and `make test`. PYTHON=... picks an interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+PREFILL ?= 1
+DECODE ?= 1
+SEEDS ?= 2000
+
+.PHONY: serve test check sim bench bench-engine bench-handoff bench-equality bench-cancel bench-router bench-registry \
+        trial-kill docs clean install
+
+serve: $(VENV)/.installed
+	$(BIN)/pdplane model install
+	$(BIN)/pdplane up --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sim: $(VENV)/.installed
+	$(BIN)/pdplane sim --seeds $(SEEDS)
+
+bench: bench-engine bench-handoff bench-router bench-registry
+
+bench-engine: $(VENV)/.installed .bench-venv/.installed
+	$(BIN)/pdplane model install
+	$(BIN)/python benchmarks/engine.py
+
+bench-handoff bench-equality bench-cancel: bench-%: $(VENV)/.installed
+	$(BIN)/pdplane model install
+	$(BIN)/python benchmarks/$*.py
+
+bench-router: $(VENV)/.installed .bench-venv/.installed
+	$(BIN)/python benchmarks/router.py
+
+bench-registry: $(VENV)/.installed
+	$(BIN)/python benchmarks/registry.py
+
+trial-kill: $(VENV)/.installed
+	$(BIN)/pdplane model install
+	$(BIN)/python trials/kill.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .bench-venv build dist src/*.egg-info
+
+install: $(VENV)/.installed
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version); set PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing pdplane into $(VENV) (about a minute)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing pdplane and its test tools into $(VENV) (about a minute)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+.bench-venv/.installed:
+	$(PYTHON) -m venv .bench-venv
+	.bench-venv/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	@touch $@

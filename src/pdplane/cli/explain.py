@@ -1,0 +1,118 @@
+"""`pdplane explain`: one request's timeline, on the router and on both workers, and who holds what of it now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+from urllib.parse import quote
+
+from pdplane.settings import BadSetting
+
+from .http import DEFAULT_URL, client, get
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="show what happened to one request",
+        description="Show one request's timeline on both sides. ID is the x-request-id of its answer, a rid, a room, "
+        "or the label that the client gave.",
+    )
+    parser.add_argument("id", help="request id, rid, room or label")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    path = "/requests/" + quote(args.id, safe="")
+    with client(args.url) as router:
+        status, record = get(router, path)
+    if status != 200:
+        message = record.get("error", {}).get("message", record) if isinstance(record, dict) else record
+        raise BadSetting(f"{message}; the router keeps the last requests only")
+    legs = _legs(record)
+    if args.json:
+        print(json.dumps({"router": record, "legs": legs}, indent=2))
+    else:
+        print("\n".join(_story(record, legs)))
+    return 0
+
+
+def _legs(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The workers' own records of every attempt's rids; a worker that does not answer is said to."""
+    legs = []
+    for attempt in record["attempts"]:
+        for side in ("prefill", "decode"):
+            url = attempt.get(side)
+            if not url:
+                continue
+            for rid in attempt["rids"]:
+                legs.append({"side": side, "url": url, "rid": rid, **_ask(url, rid)})
+    return legs
+
+
+def _ask(url: str, rid: str) -> dict[str, Any]:
+    try:
+        with client(url, timeout_s=3.0) as worker:
+            status, told = get(worker, "/requests/" + quote(rid, safe=""))
+    except BadSetting as error:
+        return {"missing": str(error)}
+    return {"record": told["legs"][0]} if status == 200 else {"missing": "this worker knows nothing of it"}
+
+
+def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
+    zero = record["received_unix_s"]
+    lines = [
+        f"request {record['request_id']}  {record['path']}  verdict {record['verdict']}  status {record['status']}"
+    ]
+    if record.get("label"):
+        lines.append(f"label {record['label']}")
+    if record.get("cause"):
+        lines.append(f"cause {record['cause']['code']} ({record['cause']['side']}): {record['cause']['message']}")
+    for attempt in record["attempts"]:
+        rooms = ", ".join(str(room) for room in attempt["rooms"])
+        lines.append(
+            f"attempt {attempt['attempt']}: prefill {attempt['prefill']}, decode {attempt['decode']}, room {rooms}"
+        )
+    lines += ["", f"{'ms':>10}  {'where':<8} what"]
+    events = [*_router_events(record), *(event for leg in legs for event in _leg_events(leg, zero))]
+    lines += [f"{at * 1000:>10.1f}  {where:<8} {what}" for at, where, what in sorted(events, key=lambda e: e[0])]
+    lines.append("")
+    lines += [_holding(leg) for leg in legs]
+    return lines
+
+
+def _router_events(record: dict[str, Any]) -> list[tuple[float, str, str]]:
+    events = [(0.0, "router", "request received")]
+    for attempt in record["attempts"]:
+        named = (
+            ("opened_s", "both legs sent"),
+            ("prefill_ended_s", "prefill's leg ended"),
+            ("first_byte_s", "first byte to the client"),
+            ("decode_ended_s", "decode's leg ended"),
+        )
+        events += [(attempt[key], "router", what) for key, what in named if attempt.get(key) is not None]
+    if record.get("finished_s") is not None:
+        events.append((record["finished_s"], "router", f"verdict {record['verdict']}"))
+    return events
+
+
+def _leg_events(leg: dict[str, Any], zero: float) -> list[tuple[float, str, str]]:
+    told = leg.get("record")
+    if told is None:
+        return []
+    start = told["started_unix_s"] - zero
+    return [
+        (start + entry["at_s"], leg["side"], entry["state"] + (f": {entry['detail']}" if entry["detail"] else ""))
+        for entry in told["entries"]
+    ]
+
+
+def _holding(leg: dict[str, Any]) -> str:
+    if "missing" in leg:
+        return f"{leg['side']:<8} {leg['url']} rid {leg['rid']}: {leg['missing']}"
+    held = leg["record"]["held_pages"]
+    what = ", ".join(f"{count} pages {state}" for state, count in held.items()) or "nothing"
+    return f"{leg['side']:<8} {leg['url']} instance {leg['record']['instance']} rid {leg['rid']}: holds {what}"

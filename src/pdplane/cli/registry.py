@@ -1,0 +1,29 @@
+"""`pdplane registry`: a bootstrap registry on its own, for one prefill group."""
+
+from __future__ import annotations
+
+import argparse
+
+from pdplane import settings
+from pdplane.registry.server import RegistryConfig, serve
+
+from .process import run, set_up_logging, show_config
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "registry",
+        help="run a registry apart from its prefill",
+        description="Run the bootstrap registry of one prefill group. A prefill worker embeds one by default.",
+    )
+    settings.add_arguments(parser, RegistryConfig)
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = settings.load(RegistryConfig, vars(args))
+    set_up_logging(args.log_level)
+    show_config("registry", config)
+    run(serve(config))
+    return 0

@@ -1,0 +1,40 @@
+"""`pdplane router`: the public door before prefill and decode workers."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+from pdplane import settings
+from pdplane.router.config import RouterConfig
+from pdplane.settings import BadSetting
+
+from .process import run, set_up_logging, show_config
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "router",
+        help="run the router",
+        description="Run the router: it pairs a prefill with a decode for every request and streams decode's answer.",
+        epilog="example: pdplane router --prefill http://10.0.0.1:8100@8998 --decode http://10.0.0.2:8200",
+    )
+    settings.add_arguments(parser, RouterConfig)
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = settings.load(RouterConfig, vars(args))
+    if not (config.worker or (config.prefill and config.decode)):
+        raise BadSetting("no workers: give at least one --prefill URL and one --decode URL (or --worker URL)")
+    set_up_logging(args.log_level)
+    show_config("router", config)
+    from pdplane.router.server import serve
+
+    gc.freeze()
+    try:
+        run(serve(config))
+    except OSError as error:
+        raise BadSetting(f"cannot listen on {config.host}:{config.port}: {error}; choose another --port") from None
+    return 0

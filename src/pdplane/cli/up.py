@@ -1,0 +1,251 @@
+"""`pdplane up`: a whole fleet on this machine, as child processes under a supervisor that hides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import httpx
+
+from pdplane import settings
+from pdplane.settings import BadSetting, flag_of, setting
+
+from .child import Child
+
+START_LIMIT_S = 170.0
+STOP_LIMIT_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class UpConfig:
+    prefill: int = setting(1, "prefill workers; 0 with --aggregated N starts no pairs")
+    decode: int = setting(1, "decode workers")
+    aggregated: int = setting(0, "aggregated workers (prompt and answer in one process)")
+    model: str = setting("", "folder of a Llama-family model in Hugging Face's format; default: the embedded model")
+    host: str = setting("127.0.0.1", "address that the router listens on; workers stay on loopback")
+    port: int = setting(8000, "port of the router")
+    prefill_port: int = setting(8100, "HTTP port of the first prefill, the next ones count up")
+    decode_port: int = setting(8200, "HTTP port of the first decode, the next ones count up")
+    aggregated_port: int = setting(8300, "HTTP port of the first aggregated worker, the next ones count up")
+    bootstrap_port: int = setting(8998, "registry port of the first prefill, the next ones count up")
+    pool_mb: int = setting(1024, "memory of each worker's page pool, MiB")
+    max_running: int = setting(16, "requests in each worker's engine at once")
+    batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")
+    policy: str = setting("least-load", "how the router picks workers", choices=("least-load", "round-robin"))
+    request_timeout_s: float = setting(300.0, "deadline of a request")
+    log_level: str = setting("warning", "what is logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One process to be: its name, its arguments, and the ports that it will take, with the setting of each."""
+
+    name: str
+    arguments: tuple[str, ...]
+    ports: tuple[tuple[str, int], ...]
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="start prefill, decode and router on this machine",
+        description="Start a fleet on this machine: prefills (each with its registry), decodes and the router. "
+        "Ctrl-C stops all of it.",
+        epilog="example: pdplane up --prefill 2 --decode 2 --port 8080",
+    )
+    settings.add_arguments(parser, UpConfig)
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = settings.load(UpConfig, vars(args))
+    parts = plan(config)
+    _check_model(config)
+    _check_ports(config, parts)
+    print(f"fleet config\n{settings.effective(config)}", flush=True)
+    return asyncio.run(_supervise(config, parts))
+
+
+def plan(config: UpConfig) -> list[Part]:
+    """Every process of the fleet, workers before the router. Raises BadSetting where it cannot serve."""
+    if min(config.prefill, config.decode, config.aggregated) < 0:
+        raise BadSetting("the number of workers cannot be negative")
+    if not config.aggregated and not (config.prefill and config.decode):
+        raise BadSetting(
+            f"--prefill {config.prefill} --decode {config.decode} makes no pair: give at least one of each"
+        )
+    prefills = [_prefill(config, i) for i in range(config.prefill)]
+    decodes = [_worker(config, "decode", i, config.decode_port + i) for i in range(config.decode)]
+    whole = [_worker(config, "aggregated", i, config.aggregated_port + i) for i in range(config.aggregated)]
+    return [*prefills, *decodes, *whole, _router(config)]
+
+
+def _prefill(config: UpConfig, index: int) -> Part:
+    part = _worker(config, "prefill", index, config.prefill_port + index)
+    bootstrap = config.bootstrap_port + index
+    return Part(
+        part.name,
+        (*part.arguments, "--bootstrap-port", str(bootstrap)),
+        (*part.ports, ("bootstrap_port", bootstrap)),
+    )
+
+
+def _worker(config: UpConfig, role: str, index: int, port: int) -> Part:
+    arguments = [
+        *("worker", "--role", role, "--port", str(port), "--pool-mb", str(config.pool_mb)),
+        *("--max-running", str(config.max_running), "--request-timeout-s", str(config.request_timeout_s)),
+        *("--log-level", config.log_level),
+    ]
+    if config.model:
+        arguments += ["--model", config.model]
+    if config.batch_invariant:
+        arguments.append("--batch-invariant")
+    return Part(f"{role} {index}", tuple(arguments), ((f"{role}_port", port),))
+
+
+def _router(config: UpConfig) -> Part:
+    arguments = [
+        *("router", "--host", config.host, "--port", str(config.port), "--policy", config.policy),
+        *("--request-timeout-s", str(config.request_timeout_s), "--log-level", config.log_level),
+    ]
+    for i in range(config.prefill):
+        arguments += ["--prefill", f"http://127.0.0.1:{config.prefill_port + i}@{config.bootstrap_port + i}"]
+    for i in range(config.decode):
+        arguments += ["--decode", f"http://127.0.0.1:{config.decode_port + i}"]
+    for i in range(config.aggregated):
+        arguments += ["--worker", f"http://127.0.0.1:{config.aggregated_port + i}"]
+    return Part("router", tuple(arguments), (("port", config.port),))
+
+
+def _check_model(config: UpConfig) -> None:
+    from pdplane.engine.install import default_model_path
+
+    if config.model and not Path(config.model).is_dir():
+        raise BadSetting(f"--model {config.model} is not a folder; give a model folder in Hugging Face's format")
+    if not config.model and default_model_path() is None:
+        raise BadSetting("no model is installed: run `pdplane model install` once, or give --model DIR")
+
+
+def _check_ports(config: UpConfig, parts: Iterable[Part]) -> None:
+    """Names the first taken port with its setting, before anything is started."""
+    for part in parts:
+        host = config.host if part.name == "router" else "127.0.0.1"
+        for name, port in part.ports:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except (OSError, OverflowError) as error:
+                    reason = getattr(error, "strerror", None) or error
+                    raise BadSetting(
+                        f"port {port} for {part.name} cannot be had on {host} ({reason}): "
+                        f"choose another with {flag_of(name)}"
+                    ) from None
+
+
+async def _supervise(config: UpConfig, parts: list[Part]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with _children(parts) as children:
+        try:
+            if not await _until_ready(config, children, stop):
+                return 0 if stop.is_set() else 1
+            print(_welcome(config), flush=True)
+            return await _watch(children, stop)
+        finally:
+            print("stopping", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _children(parts: list[Part]) -> AsyncIterator[list[Child]]:
+    """Started in order, ended in the reverse order: the door closes first."""
+    children: list[Child] = []
+    try:
+        for part in parts:
+            children.append(await Child.start(part.name, [sys.executable, "-m", "pdplane", *part.arguments]))
+        yield children
+    finally:
+        if children:
+            await children[-1].end(STOP_LIMIT_S)
+            await asyncio.gather(*(child.end(STOP_LIMIT_S) for child in children[:-1]))
+
+
+async def _until_ready(config: UpConfig, children: list[Child], stop: asyncio.Event) -> bool:
+    """Polls the router until a whole pair serves; False where a child died, time is over, or a stop came first."""
+    url = f"http://{_shown(config.host)}:{config.port}/ready"
+    loop = asyncio.get_running_loop()
+    until, said = loop.time() + START_LIMIT_S, ""
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
+        while not stop.is_set():
+            if dead := next((child for child in children if child.ended), None):
+                print(dead.obituary(), file=sys.stderr, flush=True)
+                return False
+            ready, why = await _ready(http, url)
+            if ready:
+                return True
+            if loop.time() > until:
+                print(f"not ready after {START_LIMIT_S:g} s: {why}", file=sys.stderr, flush=True)
+                return False
+            if why and why != said:
+                print(f"waiting: {why}", flush=True)
+                said = why
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.25)
+    return False
+
+
+async def _ready(http: httpx.AsyncClient, url: str) -> tuple[bool, str]:
+    try:
+        answer = await http.get(url)
+        if answer.status_code == 200:
+            return True, ""
+        return False, str(json.loads(answer.content)["error"]["message"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return False, ""
+
+
+async def _watch(children: list[Child], stop: asyncio.Event) -> int:
+    """Until a stop, or until nobody is left. A child that dies is reported with its last lines; the rest serves on."""
+    stopped = asyncio.create_task(stop.wait())
+    waits = {asyncio.create_task(child.wait()): child for child in children}
+    failed = False
+    while waits and not stop.is_set():
+        done, _ = await asyncio.wait({stopped, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopped}:
+            child = waits.pop(task)
+            failed = True
+            print(child.obituary(), file=sys.stderr, flush=True)
+    for task in (stopped, *waits):
+        task.cancel()
+    return 0 if stop.is_set() and not failed else 1
+
+
+def _welcome(config: UpConfig) -> str:
+    url = f"http://{_shown(config.host)}:{config.port}"
+    curl = (
+        f"curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+        '"temperature": 0, "max_tokens": 32}\''
+    )
+    return f"""
+ready: {url}
+
+  ask     {curl}
+  chat    pdplane chat --url {url}
+  look    pdplane status --url {url}
+  stop    Ctrl-C
+"""
+
+
+def _shown(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else f"[{host}]" if ":" in host else host

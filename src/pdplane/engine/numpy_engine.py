@@ -1,0 +1,202 @@
+"""The default engine: continuous batching and chunked prefill over the caller's pages, on one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from pdplane.core.ids import PageId, Rid
+from pdplane.core.layout import LayoutGroup
+from pdplane.worker.engine import EngineRequest, ModelSpec, StepOutput
+
+from .model import CHUNK, DecodeRow, Interrupted, LlamaModel
+from .paged import PagedKV, page_bytes
+from .safetensors_file import Array
+from .sampler import BadLogits, sample
+from .sequence import Sequence
+
+OnLogits = Callable[[Rid, int, Array], None]
+"""(rid, position of the token to be sampled, raw logits): what the self-test looks at."""
+
+
+def spec_of(model: LlamaModel, *, name: str, weights: str, tokenizer: str, page_size: int) -> ModelSpec:
+    config = model.config
+    group = LayoutGroup("kv", 2 * 4 * config.kv_row, tuple(range(config.layers)), "float32")
+    return ModelSpec(
+        name=name,
+        weights=weights,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        context_len=config.context_len,
+        page_size=page_size,
+        page_bytes=page_bytes(config, page_size),
+        kv_dtype="float32",
+        groups=(group,),
+        eos_ids=config.eos_ids,
+        architecture=config.architecture,
+    )
+
+
+class NumpyEngine:
+    """Implements worker.engine.Engine. While prompts wait and requests run, chunks and decode steps alternate."""
+
+    def __init__(self, model: LlamaModel, spec: ModelSpec) -> None:
+        self.model = spec
+        self.on_logits: OnLogits | None = None
+        self._llama = model
+        self._kv: PagedKV | None = None
+        self._live: dict[Rid, Sequence] = {}
+        self._prefills: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._refused: list[StepOutput] = []
+        self._lock = threading.Lock()
+        self._aborted: set[Rid] = set()
+        self._decode_next = False
+
+    def sibling(self) -> NumpyEngine:
+        """Another engine over the same weights, for a pool of its own."""
+        return NumpyEngine(self._llama, self.model)
+
+    def attach(self, pool: memoryview, pages: int) -> None:
+        self._kv = PagedKV(pool, pages, self._llama.config, self.model.page_size)
+
+    def add(self, request: EngineRequest) -> None:
+        """What cannot run finishes with "error" in the next step. ValueError for a rid that is live."""
+        assert self._kv is not None, "attach comes before add"
+        sequence = Sequence(request)
+        with self._lock:
+            if sequence.rid in self._live:
+                raise ValueError(f"request {sequence.rid} is already in the engine")
+            refusal = sequence.refusal(self.model, self._kv.pages)
+            if refusal:
+                self._refused.append(sequence.output(finish="error", error=refusal))
+                return
+            self._live[sequence.rid] = sequence
+        if sequence.in_prefill:
+            self._prefills.append(sequence)
+        else:
+            self._running.append(sequence)
+
+    def extend(self, rid: Rid, pages: Many[PageId]) -> None:
+        sequence = self._live.get(rid)
+        if sequence is not None:
+            sequence.pages.extend(pages)
+
+    def abort(self, rid: Rid) -> None:
+        with self._lock:
+            if rid in self._live:
+                self._aborted.add(rid)
+
+    def busy(self) -> bool:
+        return bool(self._refused or self._aborted or self._prefills or self._ready())
+
+    def step(self) -> list[StepOutput]:
+        outputs, self._refused = self._refused, []
+        outputs += self._reap()
+        ready = self._ready()
+        if self._prefills and not (ready and self._decode_next):
+            self._decode_next = True
+            outputs += self._prefill(self._prefills[0])
+        elif ready:
+            self._decode_next = False
+            outputs += self._decode(ready)
+        return outputs + self._reap()
+
+    def _ready(self) -> list[Sequence]:
+        """Running requests whose next token has a page (or that end without one)."""
+        return [row for row in self._running if row.has_page(self.model.page_size) or row.end(self.model)]
+
+    def _reap(self) -> list[StepOutput]:
+        """The last outputs of what was aborted."""
+        with self._lock:
+            aborted = [self._live[rid] for rid in self._aborted if rid in self._live]
+            self._aborted.clear()
+        for sequence in aborted:
+            self._forget(sequence)
+        return [sequence.output(finish="abort") for sequence in aborted]
+
+    def _forget(self, sequence: Sequence) -> None:
+        with self._lock:
+            self._live.pop(sequence.rid, None)
+            self._aborted.discard(sequence.rid)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence in self._prefills:
+            self._prefills.remove(sequence)
+
+    def _all_aborted(self, rows: Iterable[Sequence]) -> bool:
+        return bool(self._aborted) and all(row.rid in self._aborted for row in rows)
+
+    def _prefill(self, sequence: Sequence) -> list[StepOutput]:
+        """One chunk of the prompt; after the last one its first token."""
+        assert self._kv is not None
+        prompt, computed = sequence.prompt, sequence.computed
+        first = min(computed, len(prompt) - 1)
+        begin = first - first % CHUNK
+        end = min(len(prompt), begin + CHUNK)
+        start = begin if self._llama.fixed else first
+        try:
+            hidden = self._llama.prefill(
+                self._kv,
+                prompt[start:end],
+                start,
+                max(computed, start),
+                sequence.pages,
+                lambda: self._all_aborted((sequence,)),
+            )
+        except Interrupted:
+            return []
+        sequence.computed = end
+        if end < len(prompt):
+            return [sequence.output()]
+        self._prefills.remove(sequence)
+        self._running.append(sequence)
+        return [self._sampled(sequence, self._llama.logits(hidden[None])[0])]
+
+    def _decode(self, ready: list[Sequence]) -> list[StepOutput]:
+        """One token for each."""
+        assert self._kv is not None
+        over = [row for row in ready if row.end(self.model)]  # ended by its prior tokens
+        outputs = [self._finished(row, row.output(finish=row.end(self.model))) for row in over]
+        rows = [row for row in ready if row not in over]
+        if not rows:
+            return outputs
+        inputs = [DecodeRow(row.generated[row.computed - len(row.prompt)], row.computed, row.pages) for row in rows]
+        try:
+            hidden = self._llama.decode(self._kv, inputs, lambda: self._all_aborted(rows))
+        except Interrupted:
+            return outputs
+        for row in rows:
+            row.computed += 1
+        behind = [row for row in rows if row.computed < row.length]
+        logits = self._llama.logits(hidden)
+        outputs += [row.output() for row in behind]
+        return outputs + [self._sampled(row, line) for row, line in zip(rows, logits, strict=True) if row not in behind]
+
+    def _sampled(self, sequence: Sequence, logits: Array) -> StepOutput:
+        """Samples the next token, and ends the request where it ends."""
+        if self.on_logits is not None:
+            self.on_logits(sequence.rid, sequence.length, logits.copy())
+        try:
+            token = sample(logits, sequence.sampling, sequence.seed, sequence.length, sequence.banned(self.model))
+        except BadLogits as error:
+            return self._finished(sequence, sequence.output(finish="error", error=str(error)))
+        sequence.generated.append(token.id)
+        end = sequence.end(self.model)
+        if sequence.request.prefill_only:
+            return self._finished(sequence, sequence.output(token, finish="length", ended=end))
+        output = sequence.output(token, finish=end)
+        return self._finished(sequence, output) if end else output
+
+    def _finished(self, sequence: Sequence, output: StepOutput) -> StepOutput:
+        self._forget(sequence)
+        return output
+
+
+def pool_bytes(spec: ModelSpec, pages: int) -> np.ndarray:
+    """A pool of plain memory, for tests and the self-test."""
+    return np.zeros(pages * spec.page_bytes, np.uint8)

@@ -1,0 +1,106 @@
+"""The registry as a server: embedded in a prefill worker, or on its own for one prefill group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from pdplane import settings
+from pdplane.settings import BadSetting, setting
+
+from .http import HttpConnection
+from .routes import Routes
+from .table import MAX_ROOMS, ROOM_TTL_S, RoomTable, RouteTable
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RegistryConfig:
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other hosts in")
+    port: int = setting(8998, "port to listen on, the bootstrap port of the prefill; 0 takes any free one")
+    write_token: str = setting("", "Bearer token that registering needs; empty lets anyone register", secret=True)
+    room_ttl_s: float = setting(ROOM_TTL_S, "seconds (up to twice as many) that a room's dp rank is kept")
+    max_rooms: int = setting(MAX_ROOMS, "rooms kept at most; the oldest half goes when it is full")
+    keep_alive_s: float = setting(75.0, "seconds after which an idle connection is closed")
+
+
+class RegistryServer:
+    """`table` and `rooms` may be read on the same loop. Stopping closes every connection."""
+
+    def __init__(self, config: RegistryConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config or RegistryConfig()
+        self.table = RouteTable()
+        self.rooms = RoomTable(clock(), ttl_s=self.config.room_ttl_s, capacity=self.config.max_rooms)
+        self._clock = clock
+        self._routes = Routes(self.table, self.rooms, clock, self.config.write_token)
+        self._connections: set[HttpConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str | None = None, port: int | None = None) -> None:
+        """Listens when it returns. BadSetting where the address cannot be had."""
+        host, port = host or self.config.host, self.config.port if port is None else port
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, host, port)
+        except (OSError, OverflowError) as error:
+            raise BadSetting(
+                f"the registry cannot listen on {host}:{port}: {error}; choose another --host or --port, or port 0"
+            ) from None
+        self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None, "not started"
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        if self._server is None:
+            return
+        assert self._sweep_timer is not None
+        self._sweep_timer.cancel()
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        await self._server.wait_closed()
+        self._server = None
+
+    def close_idle(self) -> int:
+        """How many connections were idle for longer than `keep_alive_s`, or never got to say what they want."""
+        limit = self._clock() - self.config.keep_alive_s
+        idle = [connection for connection in self._connections if connection.last_used < limit]
+        for connection in idle:
+            connection.close()
+        return len(idle)
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self._routes, self._connections, self._clock)
+
+    def _sweep(self) -> None:
+        self.close_idle()
+        self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+
+async def serve(config: RegistryConfig) -> None:
+    """Runs a registry on its own until SIGINT, SIGTERM or a cancel."""
+    server = RegistryServer(config)
+    await server.start()
+    log.info("registry settings\n%s", settings.effective(config))
+    print(f"registry at http://{config.host}:{server.port} (Ctrl-C stops it)", flush=True)
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+            asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    try:
+        await asked_to_stop.wait()
+    finally:
+        await server.stop()

@@ -1,0 +1,173 @@
+"""What the router must know of a request's body, and what it writes into it. The rest passes through byte for byte.
+
+A body is read into the few fields below, others are skipped. Fields that name the hand-off's topology are not a
+client's to set: they are removed (the slow path, counted). The router's own are appended before the last brace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdplane.core.errors import Refused, bad_request
+
+TOPOLOGY = (
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "kv_transfer_params",
+    "disagg_prefill_dp_rank",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "decode_tp_size",
+    "rid",
+)
+"""Stripped at the public edge; `rid` is kept as the client's label."""
+
+MAX_N = 128
+_UNSET = msgspec.UNSET
+_NO_RAW = msgspec.Raw(b"")
+
+
+class Needed(msgspec.Struct, gc=False):
+    """The fields that decide how a request is sent. Types are the worker's business, hence Any."""
+
+    n: Any = 1
+    stream: Any = False
+    prompt: msgspec.Raw = _NO_RAW
+    text: msgspec.Raw = _NO_RAW
+    input_ids: msgspec.Raw = _NO_RAW
+    sampling_params: msgspec.Raw = _NO_RAW
+    rid: Any = _UNSET
+    bootstrap_host: Any = _UNSET
+    bootstrap_port: Any = _UNSET
+    bootstrap_room: Any = _UNSET
+    bootstrap_pair_key: Any = _UNSET
+    kv_transfer_params: Any = _UNSET
+    disagg_prefill_dp_rank: Any = _UNSET
+    routed_dp_rank: Any = _UNSET
+    data_parallel_rank: Any = _UNSET
+    decode_tp_size: Any = _UNSET
+
+    def untouched(self) -> bool:
+        """No field of TOPOLOGY is there. Spelled out: it runs for every request."""
+        return (
+            self.rid is _UNSET
+            and self.bootstrap_host is _UNSET
+            and self.bootstrap_port is _UNSET
+            and self.bootstrap_room is _UNSET
+            and self.bootstrap_pair_key is _UNSET
+            and self.kv_transfer_params is _UNSET
+            and self.disagg_prefill_dp_rank is _UNSET
+            and self.routed_dp_rank is _UNSET
+            and self.data_parallel_rank is _UNSET
+            and self.decode_tp_size is _UNSET
+        )
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = 1
+
+
+class Body(msgspec.Struct, gc=False):
+    """A request's body, ready for the router's fields. `samples` rooms are needed, in lists where there are several.
+
+    prompt_tokens is the length of the longest prompt where it came as token ids, else 0; `prefix` is all of the body
+    but its last brace, with a comma where one is needed.
+    """
+
+    prefix: bytes
+    samples: int = 1
+    label: str = ""
+    stripped: tuple[str, ...] = ()
+    prompt_tokens: int = 0
+
+
+_needed = msgspec.json.Decoder(Needed)
+_sampling = msgspec.json.Decoder(_Sampling)
+_array = msgspec.json.Decoder(list[msgspec.Raw])
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
+
+
+def read_body(raw: bytes, max_samples: int = 1024) -> Body:
+    """Raises Refused (400): not a JSON object, or too many samples. Wrong types and values are left to the worker."""
+    try:
+        needed = _needed.decode(raw)
+    except msgspec.ValidationError:
+        raise Refused(bad_request("the request body must be a JSON object", side="router")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(
+            bad_request(f"the request body is not valid JSON: {error}", code="invalid_json", side="router")
+        ) from None
+    if needed.untouched():
+        body = Body(_prefix(raw))
+    else:
+        stripped = tuple(name for name in TOPOLOGY if getattr(needed, name) is not _UNSET)
+        label = needed.rid if isinstance(needed.rid, str) else ""
+        body = Body(_prefix(_without(raw, stripped)), label=label, stripped=stripped)
+    _count_samples(body, needed, max_samples)
+    return body
+
+
+def _without(raw: bytes, names: tuple[str, ...]) -> bytes:
+    fields = _fields.decode(raw)
+    for name in names:
+        fields.pop(name, None)
+    return _encode(fields)
+
+
+def _prefix(raw: bytes) -> bytes:
+    end = raw.rindex(b"}")
+    return raw[:end] + (b"" if raw[:end].rstrip()[-1:] == b"{" else b",") if _bare(raw, end) else raw[:end] + b","
+
+
+def _bare(raw: bytes, end: int) -> bool:
+    """Whether the object may be empty: the last brace follows a brace or white space."""
+    return raw[end - 1] in b"{ \t\r\n"
+
+
+def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
+    """A batch or n>1 is one sample per prompt and choice; what the worker will refuse anyway stays scalar."""
+    prompts = 1
+    given = needed.prompt or needed.input_ids or needed.text
+    if given:
+        prompts = _count_prompts(body, given)
+    n = needed.n
+    if needed.sampling_params and _first(needed.sampling_params) == "{":
+        n = _sampling.decode(needed.sampling_params).n
+    if n.__class__ is not int or not 1 <= n <= MAX_N:
+        n = 1
+    body.samples = prompts * n
+    if body.samples > max_samples:
+        raise Refused(
+            bad_request(
+                f"{prompts} prompts x n={n} is {body.samples} samples, over the limit of {max_samples}; send fewer",
+                code="too_many_samples",
+                param="n" if n > 1 else "prompt",
+                side="router",
+            )
+        )
+
+
+def _count_prompts(body: Body, given: msgspec.Raw) -> int:
+    """How many prompts a ``prompt``, ``text`` or ``input_ids`` holds: a list of strings or of id lists is a batch."""
+    if _first(given) != "[":
+        return 1
+    items = _array.decode(given)
+    if not items:
+        return 1
+    first = _first(items[0])
+    if first in ('"', "["):
+        if first == "[":
+            body.prompt_tokens = max(bytes(item).count(b",") + 1 for item in items)
+        return len(items)
+    body.prompt_tokens = len(items)
+    return 1
+
+
+def _first(raw: msgspec.Raw) -> str:
+    """The first character of a value: says of which kind it is."""
+    return chr(memoryview(raw)[0])

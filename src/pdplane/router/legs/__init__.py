@@ -1,0 +1,1 @@
+"""The two legs of an attempt, one file per dialect."""

@@ -1,0 +1,164 @@
+"""The rooms dialect: what both legs carry, and what their answers mean.
+
+Both legs get the same body: the client's, with the bootstrap address, a room and a rid per sample appended. Prefill
+answers 2xx when its transfer has ended; decode's answer is the client's.
+"""
+
+from __future__ import annotations
+
+import random
+
+import httptools
+import msgspec
+
+from pdplane.core.ids import MAX_ROOM, Rid, Room
+
+from ..body import Body
+from ..upstream import HEAD_END, MAX_HEAD_BYTES, Leg, Unframer
+from ..worker import Worker
+
+_encode = msgspec.json.Encoder().encode
+_random = random.Random(random.SystemRandom().getrandbits(256))
+
+
+def mint_room(bits: random.Random = _random) -> Room:
+    """A fresh room, 1 .. 2**63-1."""
+    return Room(bits.getrandbits(63) or MAX_ROOM)
+
+
+def mint_rooms(count: int) -> tuple[Room, ...]:
+    """`count` rooms, all distinct."""
+    if count == 1:
+        return (mint_room(),)
+    rooms: dict[Room, None] = {}
+    while len(rooms) < count:
+        rooms[mint_room()] = None
+    return tuple(rooms)
+
+
+def mint_rids(request_id: str, samples: int, attempt: int) -> tuple[Rid, ...]:
+    """``<request>.<sample>.<attempt>``."""
+    if samples == 1:
+        return (Rid(f"{request_id}.0.{attempt}"),)
+    return tuple([Rid(f"{request_id}.{sample}.{attempt}") for sample in range(samples)])
+
+
+def paired(body: Body, prefill: Worker | None, rooms: tuple[Room, ...], rids: tuple[Rid, ...]) -> bytes:
+    """The body of both legs; `prefill` None: of an aggregated worker, with rids alone.
+
+    A single sample is scalar, several are lists of equal length.
+    """
+    if prefill is None:
+        return b'%b"rid":%b}' % (body.prefix, _encode(rids[0] if body.samples == 1 else rids))
+    if body.samples == 1:
+        return b'%b%b%d,"rid":"%b"}' % (body.prefix, prefill.bootstrap, rooms[0], rids[0].encode())
+    count = body.samples
+    fields = {
+        "bootstrap_host": [prefill.address.host] * count,
+        "bootstrap_port": [prefill.bootstrap_port()] * count,
+        "bootstrap_room": rooms,
+        "rid": rids,
+    }
+    return body.prefix + _encode(fields)[1:]
+
+
+class PrefillLeg(Leg):
+    """Read to its end and thrown away; its status matters."""
+
+    __slots__ = ()
+
+    side = "prefill"
+
+    def _received(self, data: bytes) -> None:
+        if 200 <= self.status < 300:
+            if self.complete:
+                exchange, attempt = self.exchange, self.attempt
+                assert exchange is not None
+                self._free()
+                exchange.prefill_done(attempt)
+            elif not self.held:
+                self.held = data[:MAX_HEAD_BYTES]  # the head, should the connection's end be the answer's
+            return
+        self._hold(data)
+        if self.complete and self.exchange is not None:
+            self._refused()
+
+
+class DecodeLeg(Leg):
+    """Its head is held until the first byte of its body; then its bytes go to the client as they come."""
+
+    __slots__ = ("_tail", "_unframer", "streaming")
+
+    side = "decode"
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.streaming = False
+        self._tail = b""
+        self._unframer: Unframer | None = None
+
+    def _received(self, data: bytes) -> None:
+        exchange = self.exchange
+        assert exchange is not None
+        if self.streaming:
+            self._tail = data
+            exchange.forward(data if self._unframer is None else self._unframer.feed(data))
+        elif not self._may_start(data):
+            return
+        else:
+            self._tail = self.held
+            self.streaming = True
+            exchange.decode_first_byte(self)
+        if self.complete:
+            attempt = self.attempt
+            self._free()
+            exchange.decode_done(attempt)
+
+    def _may_start(self, data: bytes) -> bool:
+        """Whether the first byte of a 2xx body is here, or its whole answer."""
+        self.held = held = self.held + data if self.held else data
+        if 200 <= self.status < 300:
+            if self.complete:
+                return True
+            body = held.find(HEAD_END) + 4
+            if len(held) > body and b"chunked" in held[:body].lower():
+                body = (held.find(b"\r\n", body) + 2) or len(held)
+            return len(held) > body
+        self.held = b""
+        self._hold(held)
+        if self.complete and self.exchange is not None:
+            if self.status < 300:
+                self._fail("upstream_garbled", f"answered with status {self.status}, which was not asked for")
+            else:
+                self._refused()
+        return False
+
+    def unframe(self) -> None:
+        """From the first byte on, without chunk framing: for a client that knows no chunks."""
+        self._unframer = Unframer()
+
+    @property
+    def raw(self) -> bool:
+        return self._unframer is None
+
+    def take_held(self) -> bytes:
+        """What has come of the body, as it is to be sent on; once, when the answer starts."""
+        held = self.held
+        return held[held.find(HEAD_END) + 4 :] if self._unframer is None else self._unframer.feed(held)
+
+    def at_chunk_boundary(self) -> bool:
+        """Whether a chunk may be added to what was forwarded: asked of the parser, by offering it the last chunk."""
+        if not self._tail.endswith(b"\r\n"):
+            return False
+        self.complete = False
+        try:
+            self._parser.feed_data(b"0\r\n\r\n")
+        except httptools.HttpParserError:
+            return False
+        return self.complete
+
+
+class AggregatedLeg(DecodeLeg):
+    """Both sides in one worker: the answer is the client's too."""
+
+    __slots__ = ()

@@ -1,0 +1,121 @@
+"""Chooses a pair: a ready prefill, and a ready decode that may exchange pages with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from pdplane.core.errors import Cause, unavailable
+from pdplane.core.layout import mismatch
+
+from .policies import Policy
+from .worker import Worker
+
+NOBODY: frozenset[str] = frozenset()
+
+
+class Pair(NamedTuple):
+    """`prefill` None: `decode` is an aggregated worker that does both."""
+
+    prefill: Worker | None
+    decode: Worker
+
+
+class Pairing:
+    """Which workers may serve now; `refresh` after any worker changed, `choose` per attempt."""
+
+    def __init__(
+        self,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        aggregated: Sequence[Worker],
+        prefill_policy: Policy,
+        decode_policy: Policy,
+        *,
+        fallback: bool = False,
+    ) -> None:
+        self.prefills, self.decodes, self.aggregated = tuple(prefills), tuple(decodes), tuple(aggregated)
+        self._prefill_policy, self._decode_policy = prefill_policy, decode_policy
+        self._alone = fallback or not (prefills or decodes)
+        self._ready_prefills: tuple[Worker, ...] = ()
+        self._ready_aggregated: tuple[Worker, ...] = ()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return self.prefills + self.decodes + self.aggregated
+
+    def refresh(self) -> None:
+        ready = [decode for decode in self.decodes if decode.ready]
+        for prefill in self.prefills:
+            prefill.partners = tuple(d for d in ready if clash(prefill, d) is None) if prefill.ready else ()
+        self._ready_prefills = tuple(p for p in self.prefills if p.partners)
+        self._ready_aggregated = tuple(w for w in self.aggregated if w.ready) if self._alone else ()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._ready_prefills or self._ready_aggregated)
+
+    def choose(self, excluded: Collection[str] = NOBODY) -> Pair | None:
+        prefills = self._ready_prefills
+        if excluded:
+            prefills = tuple(p for p in prefills if any(d.url not in excluded for d in p.partners))
+        prefill = self._prefill_policy.pick(prefills, excluded)
+        if prefill is not None:
+            decode = self._decode_policy.pick(prefill.partners, excluded)
+            if decode is not None:
+                return Pair(prefill, decode)
+        alone = self._decode_policy.pick(self._ready_aggregated, excluded)
+        return Pair(None, alone) if alone is not None else None
+
+    def missing(self) -> str:
+        """What a whole pair lacks, in words that name the workers and their reasons; "" where nothing does."""
+        if self.ready:
+            return ""
+        if not self.workers:
+            return "no worker is configured; give --prefill and --decode"
+        lacks = []
+        groups = (("prefill", self.prefills), ("decode", self.decodes))
+        if self._alone and not (self.prefills or self.decodes):
+            groups = (("aggregated worker", self.aggregated),)  # type: ignore[assignment]
+        for name, workers in groups:
+            if not workers:
+                lacks.append(f"no {name} is configured; give --{name}")
+            elif not any(worker.ready for worker in workers):
+                lacks.append(f"no {name} is ready: " + "; ".join(f"{w.url} {w.reason}" for w in workers))
+        return ". ".join(lacks) or "no compatible pair: " + "; ".join(self._clashes())
+
+    def not_ready(self) -> Cause:
+        return unavailable("no_ready_pair", self.missing() or "no worker is left to try", side="router")
+
+    def why_out(self, worker: Worker) -> str:
+        """The reason why `worker` takes no part: its own, or that it fits nobody."""
+        if worker.reason:
+            return worker.reason
+        if worker.role == "aggregated":
+            return "" if self._alone else "mode is strict and pairs are configured"
+        others = [o for o in (self.decodes if worker.role == "prefill" else self.prefills) if o.ready]
+        pairs = [(worker, o) if worker.role == "prefill" else (o, worker) for o in others]
+        clashes = [clash(prefill, decode) for prefill, decode in pairs]
+        if not clashes or None in clashes:
+            return ""
+        return "incompatible: " + "; ".join(
+            f"with {other.url}: {cause.message}" for other, cause in zip(others, clashes, strict=True) if cause
+        )
+
+    def _clashes(self) -> list[str]:
+        return [
+            f"{p.url} with {d.url}: {cause.message}"
+            for p in self.prefills
+            for d in self.decodes
+            if p.ready and d.ready and (cause := clash(p, d)) is not None
+        ]
+
+
+def clash(prefill: Worker, decode: Worker) -> Cause | None:
+    """Why the two may not pair; None where they may. Two workers without stamps (native engines) are let pair."""
+    if prefill.stamp is None and decode.stamp is None:
+        return None
+    if prefill.stamp is None or decode.stamp is None:
+        silent = prefill if prefill.stamp is None else decode
+        return Cause("incompatible", f"{silent.url} tells no layout stamp and the other one does", 503)
+    return mismatch(prefill.stamp, decode.stamp)

@@ -1,0 +1,117 @@
+"""What happened to the last requests: a ring of records, read by request id, rid or room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdplane.core.errors import Cause
+from pdplane.core.ids import Rid, Room
+
+
+class AttemptRecord(msgspec.Struct, gc=False):
+    """One pair of legs. Times are monotonic seconds; 0 is "did not happen"."""
+
+    attempt: int
+    prefill: str
+    decode: str
+    rooms: tuple[Room, ...]
+    rids: tuple[Rid, ...]
+    opened: float
+    prefill_ended: float = 0.0
+    first_byte: float = 0.0
+    decode_ended: float = 0.0
+    cause: Cause | None = None
+
+    def describe(self, zero: float) -> dict[str, Any]:
+        return {
+            "attempt": self.attempt,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "rooms": list(self.rooms),
+            "rids": list(self.rids),
+            "opened_s": since(zero, self.opened),
+            "prefill_ended_s": since(zero, self.prefill_ended),
+            "first_byte_s": since(zero, self.first_byte),
+            "decode_ended_s": since(zero, self.decode_ended),
+            "cause": describe_cause(self.cause),
+        }
+
+
+class RequestRecord(msgspec.Struct, gc=False):
+    """One client request. `verdict` is "running", "ok" or the first cause's code. `number` counts the requests."""
+
+    number: int
+    request_id: str
+    path: str
+    received: float
+    received_unix_s: float
+    label: str = ""
+    mode: str = "pd"
+    samples: int = 1
+    attempts: list[AttemptRecord] = []
+    finished: float = 0.0
+    done: float = 0.0
+    status: int = 0
+    late: int = 0
+    cause: Cause | None = None
+
+    @property
+    def verdict(self) -> str:
+        if not self.finished:
+            return "running"
+        return self.cause.code if self.cause else "ok"
+
+    def describe(self) -> dict[str, Any]:
+        """Times are seconds since the request was received; None is "did not happen"."""
+        zero = self.received
+        return {
+            "request_id": self.request_id,
+            "label": self.label,
+            "path": self.path,
+            "mode": self.mode,
+            "samples": self.samples,
+            "received_unix_s": self.received_unix_s,
+            "verdict": self.verdict,
+            "status": self.status,
+            "cause": describe_cause(self.cause),
+            "attempts": [attempt.describe(zero) for attempt in self.attempts],
+            "finished_s": since(zero, self.finished),
+            "done_s": since(zero, self.done),
+            "late_events": self.late,
+        }
+
+
+class Records:
+    """The last `size` requests, running ones among them."""
+
+    __slots__ = ("_ring", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = max(size, 1)
+        self._ring: list[RequestRecord | None] = [None] * self._size
+
+    def add(self, record: RequestRecord) -> None:
+        self._ring[record.number % self._size] = record
+
+    def find(self, key: str) -> RequestRecord | None:
+        """By request id, by an attempt's rid, by room, or by the client's label (the newest)."""
+        request_id = key.split(".", 1)[0]
+        room = int(key) if key.isdecimal() else 0
+        for record in sorted(filter(None, self._ring), key=lambda r: -r.number):
+            if record.request_id == request_id or record.label == key:
+                return record
+            if room and any(room in attempt.rooms for attempt in record.attempts):
+                return record
+        return None
+
+
+def since(zero: float, at: float) -> float | None:
+    return round(at - zero, 6) if at else None
+
+
+def describe_cause(cause: Cause | None) -> dict[str, Any] | None:
+    if cause is None:
+        return None
+    return {"code": cause.code, "message": cause.message, "status": cause.status, "side": cause.side}

@@ -1,0 +1,221 @@
+"""What all connections share: the settings, the workers, the exchanges in flight, the counters."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import secrets
+from time import monotonic, time
+from typing import TYPE_CHECKING
+
+from pdplane.core.errors import Cause, Refused, bad_request, busy
+
+from . import views
+from .answers import error_answer
+from .config import RouterConfig, parse_address
+from .exchange import Exchange
+from .guard import Guard
+from .legs.rooms import AggregatedLeg, DecodeLeg, PrefillLeg
+from .metrics import Metrics
+from .outbox import Outbox
+from .pairing import Pairing
+from .policies import POLICIES
+from .records import Records, RequestRecord
+from .upstream import Leg
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .front import FrontConnection, Incoming
+
+GENERATION = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+MAX_BUSY_S = 5
+LINGER_S = 2.0
+
+_LEGS: dict[str, type[Leg]] = {"prefill": PrefillLeg, "decode": DecodeLeg, "aggregated": AggregatedLeg}
+
+
+class Router:
+    """One router. `now` is a coarse monotonic clock, advanced by the sweep; deadlines are as exact as the sweep."""
+
+    def __init__(self, config: RouterConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.config = config
+        self.loop = loop
+        self.now = monotonic()
+        self.unix_offset_s = time() - self.now
+        self.outbox = Outbox(loop)
+        self.metrics = Metrics()
+        self.records = Records(config.records)
+        self.guard = Guard()
+        self.pairing = Pairing(
+            [Worker(parse_address(url), "prefill") for url in config.prefill],
+            [Worker(parse_address(url), "decode") for url in config.decode],
+            [Worker(parse_address(url), "aggregated") for url in config.worker],
+            POLICIES[config.policy](),
+            POLICIES[config.policy](),
+            fallback=config.mode == "fallback",
+        )
+        self.stopping = False
+        self._idle = asyncio.Event()
+        self.active: dict[str, Exchange] = {}  # verdict still open
+        self.draining: set[Exchange] = set()  # answered; prefill's leg still open
+        self.labels: dict[tuple[bytes, str], list[Exchange]] = {}
+        self.fronts: set[FrontConnection] = set()
+        self._prefix = f"pd-{secrets.token_hex(4)}-"
+        self._counter = 0
+        self._key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def handle(self, front: FrontConnection, incoming: Incoming) -> None:
+        """Answer one whole request, now or by an exchange."""
+        path = incoming.path
+        if incoming.refusal is not None:
+            self.metrics.answers["unreadable", incoming.refusal.status] += 1
+            front.linger(error_answer(incoming.refusal, close=True))
+        elif self._key and path not in OPEN_PATHS and not self._authorised(incoming):
+            cause = Cause("invalid_api_key", "the API key is missing or wrong; send it as a bearer token", 401)
+            self.refuse(front, path, cause)
+        elif path in GENERATION and incoming.method == "POST":
+            self._generate(front, incoming)
+        else:
+            status, answer = views.answer(self, incoming, close=not front.keep)
+            self.metrics.answers[path if status not in (404, 405) else "other", status] += 1
+            front.respond(answer)
+
+    def _generate(self, front: FrontConnection, incoming: Incoming) -> None:
+        limit = self.config.max_inflight
+        if len(self.active) >= limit:
+            cause = busy(f"{limit} requests are in flight, the router's limit; try again later", side="router")
+            self.refuse(front, incoming.path, cause)
+            return
+        try:
+            timeout_s = self._timeout(incoming)
+        except Refused as refused:
+            self.refuse(front, incoming.path, refused.cause)
+            return
+        exchange = Exchange(self, front, incoming, timeout_s)
+        front.current = exchange
+        exchange.start()
+
+    def refuse(self, front: FrontConnection, path: str, cause: Cause) -> None:
+        self.metrics.answers[path if path in GENERATION else "other", cause.status] += 1
+        front.respond(error_answer(cause, headers=front.connection_header()))
+
+    def _timeout(self, incoming: Incoming) -> float:
+        given = incoming.headers.get(b"x-request-timeout")
+        if given is None:
+            return self.config.request_timeout_s
+        try:
+            timeout_s = float(given)
+        except ValueError:
+            timeout_s = math.nan
+        if not timeout_s > 0:
+            raise Refused(
+                bad_request(
+                    f"x-request-timeout must be a number of seconds above 0, got {given.decode('latin-1')!r}",
+                    param="x-request-timeout",
+                    side="router",
+                )
+            )
+        return min(timeout_s, self.config.request_timeout_s)
+
+    def _authorised(self, incoming: Incoming) -> bool:
+        return hmac.compare_digest(incoming.headers.get(b"authorization", b""), self._key)
+
+    def mint_request_id(self) -> tuple[int, str]:
+        """Its number, and the id: unique over routers and restarts by a random prefix."""
+        self._counter = number = self._counter + 1
+        return number, f"{self._prefix}{number:x}"
+
+    # --- an exchange's life ---------------------------------------------------------------------------------------
+
+    def enter(self, exchange: Exchange, record: RequestRecord) -> None:
+        self.active[exchange.request_id] = exchange
+        self.records.add(record)
+
+    def finished(self, exchange: Exchange, record: RequestRecord) -> None:
+        """The verdict is known and answered."""
+        del self.active[exchange.request_id]
+        metrics, cause = self.metrics, record.cause
+        metrics.answers[record.path, record.status] += 1
+        metrics.verdicts["ok" if cause is None else cause.code] += 1
+        metrics.duration.observe(record.finished - record.received)
+        label = exchange.label
+        if label is not None:
+            same = self.labels[label]
+            same.remove(exchange)
+            if not same:
+                del self.labels[label]
+        if self.stopping and not self.active:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """No request is without a verdict (only once `stopping` is set)."""
+        if self.active:
+            await self._idle.wait()
+
+    def abort(self, rid: str, authorization: bytes) -> int:
+        """End the request of this id, or those of exactly this label under the same authorization; how many."""
+        found = list(self.labels.get((authorization, rid), ()))
+        own = self.active.get(rid)
+        if own is not None and own.authorization == authorization and own not in found:
+            found.append(own)
+        return self._abort(found)
+
+    def abort_all(self, authorization: bytes) -> int:
+        return self._abort([e for e in self.active.values() if e.authorization == authorization])
+
+    def _abort(self, exchanges: list[Exchange]) -> int:
+        for exchange in exchanges:
+            exchange.cancel(Cause("aborted", "the request was aborted by an abort call", 499, side="router"))
+        return len(exchanges)
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def leg_class(self, worker: Worker) -> type[Leg]:
+        return _LEGS[worker.role]
+
+    def busy(self, worker: Worker, retry_after_s: int) -> None:
+        """A worker is full: others are preferred for a moment. It is not ill: no failure is counted."""
+        worker.avoid = worker.avoid or "busy"
+        worker.avoid_until = max(worker.avoid_until, monotonic() + min(retry_after_s, MAX_BUSY_S))
+
+    def blame(self, worker: Worker, cause: Cause) -> None:
+        """A failure that is this worker's own. After some in a row it is avoided for a while, never for good."""
+        worker.failures += 1
+        worker.failures_in_a_row += 1
+        if worker.failures_in_a_row >= self.config.ban_after:
+            worker.avoid = f"{worker.failures_in_a_row} failures in a row, the last: {cause.message}"
+            worker.avoid_until = monotonic() + self.config.ban_s
+
+    # --- the sweep --------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Four times a second: deadlines, silent workers, avoided ones, idle and lingering connections."""
+        self.now = now = monotonic()
+        for exchange in [e for e in self.active.values() if e.deadline <= now]:
+            exchange.expired()
+        for exchange in [e for e in self.draining if e.deadline <= now]:
+            exchange.expired()
+        if any(worker.silent for worker in self.pairing.workers):
+            self._end_silent()
+        for worker in self.pairing.workers:
+            if worker.avoid and worker.avoid_until <= now:
+                worker.avoid = ""
+            while worker.idle and worker.idle[0].idle_since < now - self.config.idle_s:
+                worker.idle.pop(0).discard()
+        for front in [f for f in self.fronts if self._overdue(f)]:
+            front.close()
+
+    def _end_silent(self) -> None:
+        for exchange in list(self.active.values()):
+            worker = exchange.silent_side()
+            if worker is not None:
+                exchange.side_silent(worker)
+
+    def _overdue(self, front: FrontConnection) -> bool:
+        if front.lingering_since:
+            return front.lingering_since < self.now - LINGER_S
+        return bool(front.reading_since) and front.reading_since < self.now - self.config.read_timeout_s

@@ -1,0 +1,312 @@
+"""The simulated router: core/attempts.py for every request, with both legs, aborts, retries and loads around it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from pdplane.core.attempts import (
+    DECODE,
+    PREFILL,
+    Break,
+    Choose,
+    Done,
+    Effects,
+    EndLeg,
+    Failure,
+    Finish,
+    Forward,
+    Open,
+    Release,
+    Reply,
+    RequestAttempts,
+    Side,
+)
+from pdplane.core.errors import Cause, bad_request, client_left, deadline, unavailable
+from pdplane.core.events import Cancel, Event, LegArrived, LegRefused
+from pdplane.core.frames import PromptId
+from pdplane.core.ids import Rid, Room
+
+from .checkers import Violation
+from .engine import Work
+from .plan import Plan, Request, mint_room
+
+PREFILL_DRAIN_S = 15.0
+HOP_S = (0.0003, 0.004)
+
+
+class Worker(Protocol):
+    name: str
+    alive: bool
+
+    def post(self, event: Event) -> None: ...
+
+
+class World(Protocol):
+    now: float
+    rng: Random
+    plan: Plan
+    works: dict[Rid, Work]
+
+    def at(self, when: float, do: Callable[[], None]) -> None: ...
+
+    def uniform(self, low: float, high: float) -> float: ...
+
+    def process(self, name: str) -> Worker: ...
+
+    def say(self, who: str, text: str) -> None: ...
+
+
+class Leg(msgspec.Struct, eq=False):
+    """One leg of one attempt. `worker` is a life: a successor on the same address never gets it."""
+
+    client: Client
+    attempt: int
+    side: Side
+    rid: Rid
+    room: Room
+    worker: Worker
+    refused_at_edge: bool
+    sent: bool = False
+    arrived: bool = False
+    closed: bool = False
+    heard_at: float = 0.0
+
+
+class Client(msgspec.Struct, eq=False):
+    """One request: its machine, its legs, and what it came to."""
+
+    request: Request
+    machine: RequestAttempts
+    arrived_at: float
+    legs: dict[Side, Leg] = {}
+    room: Room | None = None
+    finished_at: float | None = None
+    verdict: Cause | None = None
+    replied: bool = False
+    done: bool = False
+
+
+class SimRouter:
+    """`load` by worker name: legs that are counted now."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._plan = world.plan
+        self._turn = 0
+        self._legs: dict[Rid, Leg] = {}
+        self._serials = 0
+        self.load = dict.fromkeys((*self._plan.prefills, *self._plan.decodes), 0)
+        self.clients: dict[int, Client] = {}
+        self.attempts = 0
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.clients) == len(self._plan.requests) and all(client.done for client in self.clients.values())
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        world = self._world
+        client = Client(request, RequestAttempts(self._plan.retries), world.now)
+        self.clients[request.number] = client
+        self._choose(client, frozenset())
+        if request.leaves_after_s is not None:
+            world.at(world.now + request.leaves_after_s, lambda: self._cancel(client, client_left("router")))
+        late = deadline("router", request.deadline_s)
+        world.at(world.now + request.deadline_s + 0.5, lambda: self._cancel(client, late))
+
+    def _cancel(self, client: Client, cause: Cause) -> None:
+        self._carry(client, client.machine.cancel(cause))
+
+    # --- what workers say -------------------------------------------------------------------------------------------
+
+    def first_byte(self, rid: Rid) -> None:
+        self._hear(rid, lambda leg: leg.client.machine.decode_first_byte(leg.attempt))
+
+    def finished(self, rid: Rid) -> None:
+        """The leg's 2xx answer is complete."""
+
+        def done(leg: Leg) -> Effects:
+            machine = leg.client.machine
+            return machine.prefill_done(leg.attempt) if leg.side == PREFILL else machine.decode_done(leg.attempt)
+
+        self._hear(rid, done)
+
+    def refused(self, rid: Rid, cause: Cause) -> None:
+        blames = cause.side if cause.side in (PREFILL, DECODE) else ""
+        self._hear(rid, lambda leg: self._failed(leg, Failure(cause=cause, blames=blames)))
+
+    def worker_died(self, worker: Worker) -> None:
+        for rid, leg in list(self._legs.items()):
+            if leg.worker is worker and leg.arrived:
+                self._unreachable(rid, leg)
+
+    def _unreachable(self, rid: Rid, leg: Leg) -> None:
+        cause = unavailable("worker_gone", f"{leg.worker.name} closed the connection", side=leg.side, status=502)
+        self._hear(rid, lambda leg: self._failed(leg, Failure(cause=cause, answered=False)))
+
+    def _failed(self, leg: Leg, failure: Failure) -> Effects:
+        machine = leg.client.machine
+        if leg.side == PREFILL:
+            return machine.prefill_failed(leg.attempt, failure)
+        return machine.decode_failed(leg.attempt, failure)
+
+    def _hear(self, rid: Rid, tell: Callable[[Leg], Effects]) -> None:
+        """An answer crosses the network, in order per leg; of a leg that the router has closed, nothing does."""
+        world, leg = self._world, self._legs[rid]
+        leg.heard_at = due = max(leg.heard_at, world.now + world.uniform(*HOP_S))
+
+        def heard() -> None:
+            if not leg.closed:
+                self._carry(leg.client, tell(leg))
+
+        world.at(due, heard)
+
+    # --- effects ----------------------------------------------------------------------------------------------------
+
+    def _carry(self, client: Client, effects: Effects) -> None:
+        for effect in effects:
+            self._world.say(f"r{client.request.number}", _line(effect))
+            match effect:
+                case Choose(excluded):
+                    self._choose(client, excluded)
+                case Open(attempt):
+                    self._open(client, attempt)
+                case EndLeg(side, cause):
+                    self._end(client.legs[side], cause)
+                case Release(side):
+                    self.load[client.legs[side].worker.name] -= 1
+                case Finish(cause):
+                    self._finish(client, cause)
+                case Reply() | Break():
+                    self._reply(client)
+                case Done():
+                    if client.done:
+                        raise Violation("verdict", f"request {client.request.number} is done twice")
+                    client.done = True
+                case Forward():
+                    pass
+
+    def _choose(self, client: Client, excluded: frozenset[str]) -> None:
+        self._turn += 1
+        prefills = [name for name in self._plan.prefills if name not in excluded]
+        decodes = [name for name in self._plan.decodes if name not in excluded]
+        machine = client.machine
+        if not prefills or not decodes:
+            cause = unavailable("not_ready", "no whole pair is left", side="router")
+            self._carry(client, machine.no_pair(cause))
+            return
+        pair = prefills[self._turn % len(prefills)], decodes[self._turn // 2 % len(decodes)]
+        self._carry(client, machine.pair_chosen(*pair))
+
+    def _open(self, client: Client, attempt: int) -> None:
+        self.attempts += 1
+        self._serials += 1
+        request, machine, world = client.request, client.machine, self._world
+        assert machine.prefill is not None
+        client.room = self._room(client)
+        for side, name in ((PREFILL, machine.prefill), (DECODE, machine.decode)):
+            self.load[name] += 1
+            rid = Rid(f"r{request.number}.0.{attempt}" + ("p" if side == PREFILL else "d"))
+            leg = Leg(client, attempt, side, rid, client.room, world.process(name), request.refused_at == side)
+            client.legs[side] = leg
+            self._legs[rid] = leg
+            world.works[rid] = Work(
+                rid, client.room, self._serials, request.prompt_tokens, request.max_new, request.stops_at
+            )
+            self._send(leg, request.prefill_delay_s if side == PREFILL else request.decode_delay_s)
+
+    def _room(self, client: Client) -> Room:
+        request = client.request
+        if request.room_of is not None and client.machine.attempt == 0:
+            other = self.clients.get(request.room_of)
+            if other is not None and other.room is not None:
+                return other.room
+        return mint_room(self._world.rng)
+
+    def _send(self, leg: Leg, delay_s: float) -> None:
+        world = self._world
+        world.at(world.now + delay_s + world.uniform(*HOP_S), lambda: self._arrived(leg))
+
+    def _arrived(self, leg: Leg) -> None:
+        """At the worker's HTTP edge; `closed` meanwhile means that the close comes right behind it."""
+        leg.sent = True
+        if leg.worker is not self._world.process(leg.worker.name):
+            leg.worker = self._world.process(leg.worker.name)
+        if not leg.worker.alive:
+            self._unreachable(leg.rid, leg)
+            return
+        if leg.closed and leg.client.request.number % 2:
+            return  # the router had not even connected
+        leg.arrived = True
+        if leg.refused_at_edge:
+            cause = bad_request("the edge turns this leg away", side=leg.side)
+            if leg.side == PREFILL:
+                leg.worker.post(LegRefused(room=leg.room, cause=cause))
+            self.refused(leg.rid, cause)
+            return
+        leg.worker.post(self._leg_event(leg))
+        if leg.closed:
+            self._tell_close(leg)
+
+    def _leg_event(self, leg: Leg) -> LegArrived:
+        request, client = leg.client.request, leg.client
+        left = max(0.001, client.arrived_at + request.deadline_s - self._world.now)
+        machine = client.machine
+        return LegArrived(
+            rid=leg.rid,
+            room=leg.room,
+            prompt=PromptId(_digest(request.prompt), request.prompt_tokens),
+            max_new=request.max_new,
+            deadline=self._world.now + left,
+            address=f"{machine.prefill}:registry" if leg.side == DECODE else "",
+        )
+
+    def _end(self, leg: Leg, cause: Cause) -> None:
+        """Close and abort call, which may overtake each other; a router that tells nobody does neither."""
+        leg.closed = True
+        if not self._plan.router_tells or not leg.sent or leg.refused_at_edge:
+            return
+        world, worker = self._world, leg.worker
+        world.at(world.now + world.uniform(*HOP_S), lambda: worker.post(Cancel(leg.rid, cause)))
+        self._tell_close(leg)
+
+    def _tell_close(self, leg: Leg) -> None:
+        if self._plan.router_tells:
+            world, worker = self._world, leg.worker
+            cause = Cause("peer_leg_closed", "the router closed this leg", 499, side=leg.side)
+            world.at(world.now + world.uniform(*HOP_S), lambda: worker.post(Cancel(leg.rid, cause)))
+
+    def _reply(self, client: Client) -> None:
+        if client.replied:
+            raise Violation("verdict", f"request {client.request.number} is answered twice")
+        client.replied = True
+
+    def _finish(self, client: Client, cause: Cause | None) -> None:
+        world = self._world
+        if client.finished_at is not None:
+            raise Violation("verdict", f"request {client.request.number} has two verdicts")
+        client.finished_at, client.verdict = world.now, cause
+        if not client.machine.over:
+            world.at(world.now + PREFILL_DRAIN_S, lambda: self._carry(client, client.machine.drain_limit()))
+
+
+def _digest(prompt: int) -> bytes:
+    return hashlib.blake2b(prompt.to_bytes(4, "little"), digest_size=16).digest()
+
+
+def _line(effect: msgspec.Struct) -> str:
+    shown = []
+    for name in effect.__struct_fields__:
+        value = getattr(effect, name)
+        if isinstance(value, frozenset):
+            value = sorted(value)
+        elif isinstance(value, Failure):
+            value = value.cause
+        shown.append(f"{name}={value}")
+    return " ".join([type(effect).__name__, *shown])

@@ -1,0 +1,140 @@
+"""Control sessions on asyncio: connections become events of the core, frames become bytes, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from pdplane.core.events import Accepted, ConnLost, ControlEndpoint, DialFailed, Dialled, Event, FrameIn
+from pdplane.core.frames import Frame
+from pdplane.core.ids import ConnId
+from pdplane.wire.control import BadFrame, FrameReader, UnknownKind, encode
+
+log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 3.0
+UNSENT_LIMIT_BYTES = 16 * 1024 * 1024
+
+
+class ControlNet:
+    """All control connections of one worker. `post` takes events, `count` takes names of what was wrong."""
+
+    def __init__(self, post: Callable[[Event], None], count: Callable[[str], None]) -> None:
+        self._post, self._count = post, count
+        self._conns: dict[ConnId, _Connection] = {}
+        self._last = 0
+        self._server: asyncio.Server | None = None
+        self._dials: set[asyncio.Task[None]] = set()
+
+    async def listen(self, host: str, port: int) -> int:
+        """The port listened on. Raises OSError where it is taken."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self, accepted=True), host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def dial(self, endpoint: ControlEndpoint) -> None:
+        task = asyncio.get_running_loop().create_task(self._dial(endpoint))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    def send(self, conn: ConnId, frame: Frame) -> None:
+        if connection := self._conns.get(conn):
+            connection.send(encode(frame))
+
+    def close(self, conn: ConnId) -> None:
+        """Flush and close; no ConnLost follows."""
+        if connection := self._conns.pop(conn, None):
+            connection.close()
+
+    async def stop(self) -> None:
+        for task in list(self._dials):
+            task.cancel()
+        for conn in list(self._conns):
+            self.close(conn)
+        if self._server is not None:
+            self._server.close()
+
+    async def _dial(self, endpoint: ControlEndpoint) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, accepted=False), endpoint.host, endpoint.port
+                )
+        except TimeoutError:
+            self._post(DialFailed(endpoint, f"no answer within {DIAL_TIMEOUT_S:g} s"))
+        except OSError as error:
+            self._post(DialFailed(endpoint, error.strerror or str(error)))
+        else:
+            self._post(Dialled(endpoint, connection.conn))
+
+    # --- for connections ---
+
+    def opened(self, connection: _Connection, *, accepted: bool) -> ConnId:
+        self._last += 1
+        conn = ConnId(self._last)
+        self._conns[conn] = connection
+        if accepted:
+            self._post(Accepted(conn))
+        return conn
+
+    def frame(self, conn: ConnId, frame: Frame | UnknownKind) -> None:
+        if conn not in self._conns:
+            return
+        if isinstance(frame, UnknownKind):
+            self._count("unknown_kind")
+        else:
+            self._post(FrameIn(conn, frame))
+
+    def bad(self, conn: ConnId, error: BadFrame) -> None:
+        self._count("bad_control_frame")
+        log.warning("control connection closed: %s", error)
+        if connection := self._conns.pop(conn, None):
+            connection.close()
+            self._post(ConnLost(conn))
+
+    def lost(self, conn: ConnId, half_frame_bytes: int) -> None:
+        if half_frame_bytes:
+            self._count("bad_control_frame")
+        if self._conns.pop(conn, None):
+            self._post(ConnLost(conn))
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, net: ControlNet, *, accepted: bool) -> None:
+        self._net = net
+        self._accepted = accepted
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self.conn = ConnId(0)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self.conn = self._net.opened(self, accepted=self._accepted)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            frames, bad = self._reader.feed(data), None
+        except BadFrame as error:
+            frames, bad = error.before, error
+        for frame in frames:
+            self._net.frame(self.conn, frame)
+        if bad is not None:
+            self._net.bad(self.conn, bad)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._net.lost(self.conn, self._reader.half_frame_bytes)
+
+    def send(self, data: bytes) -> None:
+        """A peer that takes nothing is cut off before it costs memory; its session's clocks say the rest."""
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() > UNSENT_LIMIT_BYTES:
+            self._transport.abort()
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

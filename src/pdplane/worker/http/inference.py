@@ -1,0 +1,58 @@
+"""The three inference endpoints as ASGI applications: receive, understand, submit, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from pdplane.core.errors import Refused, deadline
+
+from ..service import Service
+from .exchange import Exchange, error_response
+from .intake import Job, read_job
+from .pairing import check_request_id
+from .receiving import ClientGone, deadline_of, read_body
+from .settings import HttpSettings
+
+
+class Inference:
+    """`endpoint`: "chat" | "completions" | "generate"."""
+
+    def __init__(self, endpoint: str, service: Service, settings: HttpSettings) -> None:
+        self._endpoint = endpoint
+        self._service = service
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            job = await self._understand(Headers(scope=scope), receive)
+            streams = self._service.submit(job.generations)
+        except Refused as refused:
+            await error_response(refused.cause)(scope, receive, send)
+        except ClientGone:
+            return
+        else:
+            await Exchange(job, streams, self._service.role).run(scope, receive, send)
+
+    async def _understand(self, headers: Headers, receive: Receive) -> Job:
+        """The job with its deadline, which counts from now. Raises Refused and ClientGone."""
+        arrived = time.monotonic()
+        body = await read_body(headers, receive, self._settings.body_limit_bytes)
+        allowed_s = deadline_of(headers, self._settings.request_timeout_s)
+        job = await self._read(body, check_request_id(headers.get("x-request-id")))
+        left_s = allowed_s - (time.monotonic() - arrived)
+        if left_s <= 0:
+            raise Refused(deadline(self._service.role, allowed_s))
+        for generation in job.generations:
+            generation.deadline_s = left_s
+        return job
+
+    async def _read(self, body: bytes, request_id: str | None) -> Job:
+        """Off the loop where it may take long (rule 6)."""
+        if len(body) <= self._settings.inline_body_bytes:
+            return read_job(self._endpoint, body, request_id, self._service)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, read_job, self._endpoint, body, request_id, self._service)

@@ -1,0 +1,169 @@
+"""From a body to generations: read, tokenise, hold against the limits, pair. Pure but for minted ids; any thread.
+
+Everything that would be wrong on every role is judged before anything that is this role's, so that bad input gets the
+same answer wherever it is sent.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdplane.core.errors import Cause, Refused
+from pdplane.wire.body import decode_object, invalid
+from pdplane.wire.generate import read_generate
+from pdplane.wire.openai import read_chat, read_completion
+from pdplane.wire.sampling import Ask
+
+from ..engine import Sampling
+from ..service import Generation, Service
+from .answers import Answer, Heading
+from .chat import ChatAnswer
+from .completions import CompletionAnswer
+from .generate import GenerateAnswer
+from .pairing import Pairing, Seat, Side, name_samples
+from .prompts import Prompt, check_length, conversation, tokens_of
+
+
+class Job(msgspec.Struct):
+    """A request ready to be submitted, and how its answer is written. `generations` are prompt-major."""
+
+    request_id: str
+    generations: list[Generation]
+    answer: Answer
+    stream: bool
+
+
+class _Wanted(msgspec.Struct):
+    prompts: list[Prompt]
+    asks: list[Ask]  # one per prompt
+    pairing: Pairing
+    stream: bool
+    answer: type[Answer]
+    include_usage: bool = False
+    single: bool = True
+    token_texts: bool = False
+
+
+def read_job(endpoint: str, body: bytes, request_id: str | None, service: Service) -> Job:
+    """Raises Refused (400, 404). `endpoint`: "chat" | "completions" | "generate". `request_id`: the client's."""
+    wanted = _READERS[endpoint](decode_object(body), service)
+    prompts = [_limited(prompt, service) for prompt in wanted.prompts]
+    samplings = [_sampling(ask, len(ids), service) for ask, ids in zip(wanted.asks, prompts, strict=True)]
+    n = wanted.asks[0].n
+    named = name_samples(
+        wanted.pairing, len(prompts) * n, request_id, Side(service.role, service.default_bootstrap_port)
+    )
+    generations = [
+        _generation(i, named.seats[i], named.request_id, prompts[i // n], samplings[i // n], wanted.asks[i // n], i % n)
+        for i in range(len(prompts) * n)
+    ]
+    heading = Heading(
+        id=named.request_id,
+        model=service.model_name,
+        tokenizer=service.tokenizer,
+        rids=[generation.rid for generation in generations],
+        prompt_tokens=[len(ids) for ids in prompts],
+        samples=n,
+        logprobs=wanted.asks[0].logprobs,
+        include_usage=wanted.include_usage,
+        single=wanted.single and n == 1,
+        token_texts=wanted.token_texts,
+    )
+    return Job(named.request_id, generations, wanted.answer(heading), wanted.stream)
+
+
+def _chat(raw: dict[str, object], service: Service) -> _Wanted:
+    request = read_chat(raw)
+    _check_model(request.model, service)
+    ask = request.ask()
+    prompt = conversation(request.turns(), add_generation_prompt=request.add_generation_prompt is not False)
+    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
+    return _Wanted([prompt], [ask], pairing, bool(request.stream), ChatAnswer, request.include_usage)
+
+
+def _completions(raw: dict[str, object], service: Service) -> _Wanted:
+    request = read_completion(raw)
+    _check_model(request.model, service)
+    ask = request.ask()
+    given = request.prompts()
+    prompts = [Prompt("prompt", item, index if len(given) > 1 else None) for index, item in enumerate(given)]
+    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
+    asks = [ask] * len(prompts)
+    return _Wanted(prompts, asks, pairing, bool(request.stream), CompletionAnswer, request.include_usage)
+
+
+def _generate(raw: dict[str, object], service: Service) -> _Wanted:
+    request = read_generate(raw)
+    given = request.prompts()
+    name = "input_ids" if request.text is None else "text"
+    prompts = [Prompt(name, item, None if request.single else index) for index, item in enumerate(given)]
+    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
+    asks = request.asks(len(prompts))
+    return _Wanted(
+        prompts,
+        asks,
+        pairing,
+        bool(request.stream),
+        GenerateAnswer,
+        single=request.single,
+        token_texts=bool(request.return_text_in_logprobs),
+    )
+
+
+_READERS = {"chat": _chat, "completions": _completions, "generate": _generate}
+
+
+def _check_model(model: str | None, service: Service) -> None:
+    if model is not None and model != service.model_name:
+        message = f"the model {model!r} does not exist here; this worker serves {service.model_name!r}"
+        raise Refused(Cause("model_not_found", message, 404, param="model"))
+
+
+def _limited(prompt: Prompt, service: Service) -> list[int]:
+    ids = tokens_of(prompt, service.tokenizer, service.vocab_size)
+    check_length(prompt, len(ids), service)
+    return ids
+
+
+def _sampling(ask: Ask, prompt_tokens: int, service: Service) -> Sampling:
+    """`max_tokens` is clipped to what the context leaves."""
+    bad = [token for token in ask.stop_token_ids if not 0 <= token < service.vocab_size]
+    if bad:
+        raise invalid(
+            f"stop_token_ids: {bad[0]} is outside the vocabulary of {service.vocab_size} tokens", "stop_token_ids"
+        )
+    room_left = service.context_len - prompt_tokens
+    max_tokens = room_left if ask.max_tokens is None else min(ask.max_tokens, room_left)
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min(ask.min_tokens, max_tokens),
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        top_k=ask.top_k,
+        seed=ask.seed,
+        stop_token_ids=ask.stop_token_ids,
+        ignore_eos=ask.ignore_eos,
+        logprobs=ask.logprobs,
+        top_logprobs=ask.top_logprobs,
+    )
+
+
+def _generation(
+    index: int, seat: Seat, request_id: str, prompt: list[int], sampling: Sampling, ask: Ask, sample: int
+) -> Generation:
+    """Sample k of a seeded request has the seed + k: the same on both legs, another for every sample."""
+    if sampling.seed is not None and sample:
+        sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + sample) % 2**63)
+    return Generation(
+        rid=seat.rid,
+        request_id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        stop=ask.stop,
+        room=seat.room,
+        bootstrap_host=seat.host,
+        bootstrap_port=seat.port,
+        index=index,
+        skip_special_tokens=ask.skip_special_tokens,
+        include_stop_str=ask.include_stop_str,
+    )

@@ -1,0 +1,171 @@
+"""The endpoints beside inference: abort, models, health, what this server is, its metrics and its records."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Protocol, runtime_checkable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from pdplane.core.errors import Cause, Refused, client_left
+from pdplane.core.ids import BadRoom, Rid, parse_room
+from pdplane.wire.body import convert, decode_object, invalid
+from pdplane.wire.errors import JSON
+from pdplane.wire.openai import Model, ModelList
+
+from ..engine import Sampling
+from ..service import Generation, Service
+from .exchange import error_response
+from .receiving import ClientGone, read_body
+from .settings import HttpSettings
+
+ABORT_BODY_BYTES = 1024 * 1024
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """A service that can run a token through its engine without a pair."""
+
+    async def probe(self) -> None:
+        """Raises Refused where no token comes out."""
+        ...
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    rid: str | None = None
+    room: object = None
+    abort_all: bool | None = None
+
+
+class Operations:
+    def __init__(self, service: Service, settings: HttpSettings) -> None:
+        self._service = service
+        self._settings = settings
+
+    async def abort(self, request: Request) -> Response:
+        """Exact: a rid, or a request's id for all of its samples. An unknown one is a visible no-op."""
+        try:
+            body = await read_body(request.headers, request.receive, ABORT_BODY_BYTES)
+            return _json({"aborted": self._abort(convert(decode_object(body), AbortRequest))})
+        except Refused as refused:
+            return error_response(refused.cause)
+        except ClientGone:
+            return Response(status_code=400)
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList(data=[self._model()]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._service.model_name:
+            message = f"the model {name!r} does not exist here; this worker serves {self._service.model_name!r}"
+            return error_response(Cause("model_not_found", message, 404, param="model"))
+        return _json(self._model())
+
+    async def health(self, request: Request) -> Response:
+        healthy, facts = self._service.health()
+        return _json({"status": "ok" if healthy else "unhealthy", **facts}, 200 if healthy else 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """/health, and a token that really ran through, where this role can make one alone."""
+        healthy, facts = self._service.health()
+        if not healthy:
+            return _json({"status": "unhealthy", **facts}, 503)
+        try:
+            async with asyncio.timeout(self._settings.probe_timeout_s):
+                generated = await self._probe()
+        except TimeoutError:
+            return _json({"status": "no token", "waited_s": self._settings.probe_timeout_s, **facts}, 503)
+        except Refused as refused:
+            return _json({"status": "no token", "cause": refused.cause, **facts}, 503)
+        return _json({"status": "ok", "generated": generated, **facts})
+
+    async def server_info(self, request: Request) -> Response:
+        return _json(self._identity() | self._service.server_info())
+
+    async def model_info(self, request: Request) -> Response:
+        service = self._service
+        return _json(
+            self._identity()
+            | {
+                "tokenizer_path": service.model_name,
+                "is_generation": True,
+                "context_length": service.context_len,
+                "vocab_size": service.vocab_size,
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._service.metrics_text(), headers={"content-type": METRICS_TYPE})
+
+    async def record(self, request: Request) -> Response:
+        key = request.path_params["key"]
+        record = self._service.record(key)
+        if record is None:
+            message = f"no request is known by {key!r}; give a request id, a rid or a room"
+            return error_response(Cause("request_not_found", message, 404))
+        return _json(record)
+
+    def _abort(self, asked: AbortRequest) -> int:
+        """How many were ended. Raises Refused (400): neither a rid nor abort_all, or a bad room."""
+        if asked.abort_all:
+            return self._service.abort_all()
+        if not asked.rid:
+            raise invalid('rid is missing: name the request, or say "abort_all": true', "rid")
+        if asked.room is None:
+            return self._service.abort(asked.rid)
+        try:
+            return self._service.abort(asked.rid, parse_room(asked.room))
+        except BadRoom as error:
+            raise invalid(str(error), "room", code="invalid_room") from None
+
+    async def _probe(self) -> bool:
+        """True where a token was generated, False where this role cannot without a pair. Raises Refused."""
+        if isinstance(self._service, Probed):
+            await self._service.probe()
+            return True
+        if self._service.role != "aggregated":
+            return False
+        name = f"health-{uuid.uuid4().hex}"
+        prompt = self._service.tokenizer.encode("a")[:1]
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        generation = Generation(
+            rid=Rid(name), request_id=name, prompt=prompt, sampling=sampling, deadline_s=self._settings.probe_timeout_s
+        )
+        [stream] = self._service.submit([generation])
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close(client_left(self._service.role))
+        return True
+
+    def _model(self) -> Model:
+        name = self._service.model_name
+        return Model(id=name, root=name, max_model_len=self._service.context_len)
+
+    def _identity(self) -> dict[str, object]:
+        """What the field's routers read of a worker when they meet it."""
+        service = self._service
+        return {
+            "role": service.role,
+            "disaggregation_mode": "null" if service.role == "aggregated" else service.role,
+            "disaggregation_bootstrap_port": service.default_bootstrap_port,
+            "served_model_name": service.model_name,
+            "model_path": service.model_name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "load_balance_method": "follow_bootstrap_room",
+            "limits": {
+                "context_tokens": service.context_len,
+                "prompt_tokens": min(service.max_prompt_tokens, service.context_len - 1),
+            },
+        }
+
+
+def _json(payload: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(payload), status_code=status, media_type=JSON)

@@ -1,0 +1,94 @@
+"""Prefill's entry in its registry: an embedded one by default, or one that runs apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from pdplane.registry.client import RegistryClient, RegistryError
+from pdplane.registry.server import RegistryConfig, RegistryServer
+from pdplane.settings import BadSetting
+from pdplane.wire.registry import PrefillRegistration
+
+from .background import task
+from .config import WorkerConfig
+from .prefill import PrefillShell
+
+log = logging.getLogger(__name__)
+
+REGISTER_EVERY_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def registered(config: WorkerConfig, shell: PrefillShell, control_port: int) -> AsyncIterator[int]:
+    """Registers now and again (a registry may restart), and leaves in the end. Yields the embedded registry's port,
+    or 0. Raises BadSetting where its port is taken."""
+    async with contextlib.AsyncExitStack() as stack:
+        url, port = config.registry, 0
+        if not url:
+            server = await stack.enter_async_context(_embedded(config))
+            port = shell.default_bootstrap_port = server.port
+            url = f"http://{dialable(config.host)}:{port}"
+        client = await stack.enter_async_context(RegistryClient(url))
+        registration = registration_of(config, shell, control_port)
+        if port:
+            await client.register(registration)
+        stack.enter_context(task(_keep_registered(client, registration)))
+        yield port
+        with contextlib.suppress(RegistryError):
+            await client.deregister(shell.instance)
+
+
+def registration_of(config: WorkerConfig, shell: PrefillShell, control_port: int) -> PrefillRegistration:
+    return PrefillRegistration(
+        attn_tp_size=1,
+        attn_tp_rank=0,
+        attn_cp_size=1,
+        attn_cp_rank=0,
+        attn_dp_size=1,
+        attn_dp_rank=0,
+        pp_size=1,
+        pp_rank=0,
+        system_dp_size=1,
+        system_dp_rank=0,
+        rank_ip=dialable(config.peer_host),
+        rank_port=control_port,
+        page_size=shell.model.page_size,
+        kv_cache_dtype=shell.model.kv_dtype,
+        prefill_http_port=config.port or None,
+        decode_allocation_policy="early",
+        pd_instance=shell.instance,
+    )
+
+
+def dialable(host: str) -> str:
+    """Where to reach what listens on `host`, from the same machine where it is a wildcard."""
+    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else host
+
+
+@contextlib.asynccontextmanager
+async def _embedded(config: WorkerConfig) -> AsyncIterator[RegistryServer]:
+    server = RegistryServer(RegistryConfig(host=config.host, port=config.bootstrap_port))
+    try:
+        await server.start()
+    except BadSetting as error:
+        raise BadSetting(f"{error} (here: --bootstrap-port)") from None
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def _keep_registered(client: RegistryClient, registration: PrefillRegistration) -> None:
+    reachable = True
+    while True:
+        try:
+            await client.register(registration)
+            reachable = True
+        except RegistryError as error:
+            if reachable:
+                log.warning("not registered: %s", error)
+            reachable = False
+        await asyncio.sleep(REGISTER_EVERY_S)

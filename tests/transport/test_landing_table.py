@@ -1,0 +1,128 @@
+"""The fence itself: what a revoke proves, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdplane.core.ids import GrantNo, Instance, PageId
+from pdplane.transport.landing_table import Claim, LandingTable, Verdict
+
+P = Instance("p-1")
+G = GrantNo(1)
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.landed: list[PageId] = []
+        self.quiet: list[GrantNo] = []
+        self.table = LandingTable(16, lambda _grant, pages: self.landed.extend(pages), self.quiet.append)
+        self.table.arm(G, P, pages(0, 1, 2, 3))
+
+    def claim(self, *wanted: int) -> Claim:
+        claim = self.table.claim(G, P, pages(*wanted))
+        assert isinstance(claim, Claim)
+        return claim
+
+
+def pages(*numbers: int) -> Sequence[PageId]:
+    return [PageId(number) for number in numbers]
+
+
+def test_a_revoke_during_a_read_is_quiet_when_that_read_returns() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    assert not desk.table.revoke(G)
+    assert not desk.table.revoke(G)
+    assert desk.quiet == []
+    desk.table.leave(claim)
+    assert desk.quiet == [G]
+    assert desk.table.revoke(G)
+
+
+def test_a_revoke_between_two_reads_is_quiet_now_and_the_next_read_is_turned_away() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    desk.table.leave(claim)
+    assert desk.table.revoke(G)
+    assert not desk.table.enter(claim)
+    assert desk.table.abandon(claim) is Verdict.REVOKED
+    assert desk.quiet == []
+
+
+def test_two_reads_under_way_owe_one_quiet() -> None:
+    desk = Desk()
+    first, second = desk.claim(0), desk.claim(1)
+    assert desk.table.enter(first)
+    assert desk.table.enter(second)
+    assert not desk.table.revoke(G)
+    desk.table.leave(first)
+    assert desk.quiet == []
+    assert desk.table.finish(second) is Verdict.REVOKED
+    assert desk.quiet == [G]
+
+
+def test_a_frame_that_completes_under_a_revoke_has_not_landed() -> None:
+    desk = Desk()
+    claim = desk.claim(0, 1)
+    assert desk.table.enter(claim)
+    desk.table.revoke(G)
+    assert desk.table.finish(claim) is Verdict.REVOKED
+    assert desk.landed == []
+    assert desk.table.discarded == {Verdict.REVOKED: 1}
+
+
+def test_a_disarm_during_a_read_does_not_lose_the_quiet() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    assert not desk.table.revoke(G)
+    desk.table.disarm(G)
+    desk.table.leave(claim)
+    assert desk.quiet == [G]
+
+
+def test_a_page_that_is_being_written_cannot_be_claimed_again() -> None:
+    desk = Desk()
+    desk.claim(0, 1)
+    assert desk.table.claim(G, P, pages(1, 2)) is Verdict.REPEATED
+
+
+def test_an_abandoned_page_can_be_sent_again_and_lands_once() -> None:
+    desk = Desk()
+    desk.table.abandon(desk.claim(0, 1))
+    again = desk.claim(0, 1)
+    assert desk.table.enter(again)
+    assert desk.table.finish(again) is Verdict.LANDED
+    assert desk.landed == pages(0, 1)
+
+
+def test_a_cut_peer_lands_nothing_under_old_grants_and_all_under_new_ones() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    desk.table.cut(P)
+    assert not desk.table.enter(claim)
+    assert desk.table.abandon(claim) is Verdict.CUT
+    assert desk.table.claim(G, P, pages(1)) is Verdict.CUT
+    desk.table.arm(GrantNo(2), P, pages(0))
+    assert isinstance(desk.table.claim(GrantNo(2), P, pages(0)), Claim)
+
+
+def test_a_callback_that_fails_does_not_lose_the_quiet() -> None:
+    quiet: list[GrantNo] = []
+    table = LandingTable(16, lambda _grant, _pages: 1 // 0, quiet.append)
+    table.arm(G, P, pages(0, 1))
+    finishing, running = table.claim(G, P, pages(0)), table.claim(G, P, pages(1))
+    assert isinstance(finishing, Claim)
+    assert isinstance(running, Claim)
+    assert table.enter(finishing)
+    assert table.enter(running)
+    try:
+        table.finish(finishing)
+    except ZeroDivisionError:
+        failed = True
+    assert failed
+    assert not table.revoke(G)
+    table.leave(running)
+    assert quiet == [G]
