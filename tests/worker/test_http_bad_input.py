@@ -228,6 +228,32 @@ async def test_a_prompt_over_the_context_names_length_limit_and_side() -> None:
         assert error["side"] == role
 
 
+async def test_a_text_far_over_the_context_is_refused_without_being_tokenised_whole() -> None:
+    service = FakeService()
+    sizes = []
+    encode = service.tokenizer.encode
+
+    def counting(text: str, *, add_special: bool = True) -> list[int]:
+        sizes.append(len(text))
+        return encode(text)
+
+    service.tokenizer.encode = counting  # type: ignore[method-assign]
+    for path, body in (
+        (COMPLETION_PATH, {"prompt": "x" * 50_000}),
+        (CHAT_PATH, messages({"role": "user", "content": "x" * 50_000})),
+    ):
+        error = await refused(service, path, body)
+        assert error["code"] == "context_length_exceeded"
+        assert "over 8192 tokens" in error["message"]
+    assert sizes == [8192, 8192]
+
+
+async def test_more_samples_than_a_request_may_have_are_refused() -> None:
+    error = await refused(FakeService(), COMPLETION_PATH, {"prompt": ["x"] * 9, "n": 128})
+    assert (error["code"], error["param"]) == ("too_many_samples", "n")
+    assert "1152 samples" in error["message"]
+
+
 async def test_a_prompt_over_the_workers_pool_names_length_limit_and_side() -> None:
     error = await refused(FakeService("decode"), COMPLETION_PATH, {"prompt": "x" * 300} | PAIR)
     assert error["code"] == "prompt_too_long"

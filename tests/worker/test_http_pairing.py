@@ -34,7 +34,7 @@ async def test_a_leg_carries_room_and_address() -> None:
     assert (await post(service, {"prompt": "x", "rid": "r.0.1"} | PAIR)).status_code == 200
     [generation] = service.batch
     assert (generation.room, generation.bootstrap_host, generation.bootstrap_port) == (7, "10.0.0.1", 9000)
-    assert (generation.rid, generation.request_id) == ("r.0.1", "r.0.1")
+    assert (generation.rid, generation.request_id) == ("r.0.1", "r")
 
 
 async def test_lists_go_to_samples_prompt_by_prompt() -> None:
@@ -48,7 +48,8 @@ async def test_lists_go_to_samples_prompt_by_prompt() -> None:
         "bootstrap_port": [1, None, 3, 4],
         "bootstrap_room": [11, 12, 13, 14],
     }
-    assert (await post(service, body, x_request_id="r")).status_code == 200
+    answer = await post(service, body, x_request_id="label")
+    assert answer.json()["id"] == answer.headers["x-request-id"] == "r"
     seen = [(g.rid, g.room, g.bootstrap_host, g.bootstrap_port, len(g.prompt)) for g in service.batch]
     assert seen == [
         ("r.0.0", 11, "a", 1, 1),
@@ -66,11 +67,35 @@ async def test_one_rid_for_several_samples_names_the_request() -> None:
     assert [(g.request_id, g.rid) for g in service.batch] == [("r", "r.0.0"), ("r", "r.1.0")]
 
 
+@pytest.mark.parametrize(
+    ("rid", "label", "request_id"),
+    [
+        ("r.0.1", "label", "r"),
+        ("free", "label", "label"),
+        ("free", "", "free"),
+        ("r.0", "", "r.0"),
+        (None, "label", "label"),
+    ],
+)
+async def test_a_request_goes_by_its_routers_id_then_by_the_clients_label(
+    rid: str | None, label: str, request_id: str
+) -> None:
+    service = leg("aggregated")
+    await post(service, {"prompt": "x", "rid": rid}, x_request_id=label)
+    assert service.batch[0].request_id == request_id
+
+
+async def test_rids_of_several_requests_name_none_of_them() -> None:
+    service = leg("aggregated")
+    await post(service, {"prompt": "x", "n": 2, "rid": ["a.0.0", "b.0.0"]}, x_request_id="label")
+    assert {generation.request_id for generation in service.batch} == {"label"}
+
+
 async def test_missing_rids_are_minted_and_never_twice() -> None:
     service = leg()
     rids = set()
     for _ in range(3):
-        await post(service, {"prompt": "x", "n": 2} | PAIR | {"bootstrap_room": [1, 2]})
+        await post(service, {"prompt": "x", "n": 2} | PAIR | {"bootstrap_room": [1, 2]}, x_request_id="again")
         rids |= {generation.rid for generation in service.batch}
     assert len(rids) == 6
 

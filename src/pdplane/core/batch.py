@@ -81,6 +81,7 @@ class Batch:
         self._node.timers.clear(("running", rid))
         self._reserve.drop(request.owner)
         self._node.ledger.free(request.pages, request.owner)
+        self._node.note(rid, request.room, "freed", f"{len(request.pages)} pages")
         if error and not request.aborting:
             self._node.answer_failed(rid, request.room, Cause("engine_error", error, 500, side=self._node.side))
         self._node.note(rid, request.room, "released", error)

@@ -415,8 +415,16 @@ class DecodeNode(Node):
                 case Gone(instance):
                     self._instance_gone(instance)
                     self.members.want_waiting(self.now)
+                    self._chase(dialler)
                 case Refused(cause):
                     self._route_bad(self.members.refused(dialler.endpoint), cause)
+                    self._chase(dialler)
+
+    def _chase(self, dialler: Dialler) -> None:
+        """A peer that froze may come back: while its proof is missing, keep asking. A successor ends the search."""
+        ended = [receiver for receiver in self.rooms.live.values() if receiver.state in ENDED_STATES]
+        if any(dialler.was in receiver.holders for receiver in ended):
+            dialler.want(self.now)
 
     def _instance_gone(self, instance: Instance) -> None:
         text = f"prefill {instance} is gone: its session ended and did not come back"

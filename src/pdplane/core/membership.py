@@ -102,10 +102,11 @@ class Membership:
     def conn(self, seat: Seat) -> ConnId | None:
         """The connection to exactly this instance, if its session is up. Never the successor's."""
         dialler = self._of_seat.get(seat)
-        if dialler is None or dialler.bound != seat:
-            self._of_seat = {dialler.bound: dialler for dialler in self.diallers.values() if dialler.bound}
+        if dialler is None or dialler.bound != seat or not dialler.up:
+            ups = (dialler for dialler in self.diallers.values() if dialler.up)
+            self._of_seat = {dialler.bound: dialler for dialler in ups if dialler.bound}
             dialler = self._of_seat.get(seat)
-        return dialler.conn if dialler and dialler.up else None
+        return dialler.conn if dialler else None
 
     def by_conn(self, conn: ConnId) -> Dialler | None:
         dialler = self._of_conn.get(conn)

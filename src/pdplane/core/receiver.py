@@ -229,6 +229,7 @@ class Receiver:
                 ledger.shift(self.pages, self.owner, Page.FILLED, Page.ACTIVE)
             case RA.FREE:
                 ledger.free(self.pages, self.owner)
+                self._node.note(self.rid, self.room, "freed", f"{len(self.pages)} pages")
                 self.pages = ()
                 if self.cause is not None:
                     self._node.out.append(DisarmGrant(self.grant))

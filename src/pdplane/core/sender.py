@@ -204,7 +204,9 @@ class Sender:
             case SA.STOP:
                 self._stop()
             case SA.FREE if self.pages:
+                assert self.leg is not None
                 self._node.ledger.free(self.pages, self._owner)
+                self._node.note(self.leg.rid, self.room, "freed", f"{len(self.pages)} pages")
                 self.pages = ()
             case SA.QUARANTINE:
                 self._quarantine()

@@ -96,6 +96,7 @@ class Dialler:
         self.state = DState.IDLE
         self.conn = NO_CONN
         self.bound: Seat | None = None
+        self.was: Seat | None = None  # bound here last, and gone
         self.lost_at: float | None = None
         self._me, self._times, self._out, self._beat = me, times, out, beat
         self._heard_at = self._beat_at = self._greet_at = self._redial_at = 0.0
@@ -244,7 +245,7 @@ class Dialler:
     def _unbind(self) -> Gone:
         assert self.bound is not None
         gone = Gone(self.bound.instance)
-        self.bound, self.lost_at = None, None
+        self.was, self.bound, self.lost_at = self.bound, None, None
         if self.state is DState.WAITING:
             self.state = DState.IDLE
         return gone

@@ -66,7 +66,8 @@ class Hold(msgspec.Struct):
 class Pages:
     """Who holds which page of which instance, by what effects and events said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fence: bool) -> None:
+        self._fence = fence
         self._held: dict[Instance, dict[PageId, Hold]] = {}
         self._armed: dict[tuple[Instance, GrantNo], tuple[PageId, ...]] = {}
         self._granting: dict[Instance, Rid] = {}
@@ -121,9 +122,8 @@ class Pages:
                 raise Violation("O4", f"{me}: a write under grant {grant} landed in page {pair.dst}, which is free")
             if hold.grant != grant:
                 owner = f"grant {hold.grant}" if hold.grant else "the engine"
-                raise Violation(
-                    "O4", f"{me}: a write under grant {grant} landed in page {pair.dst} of {hold.rid} ({owner})"
-                )
+                text = f"{me}: a write under grant {grant} landed in page {pair.dst} of {hold.rid} ({owner})"
+                raise Violation("O4", text)
             if hold.closed:
                 raise Violation("O3", f"{me}: a write landed in page {pair.dst} after {hold.rid} was taken as complete")
             work = works[hold.rid]
@@ -144,9 +144,10 @@ class Pages:
         for page in [page for page, hold in held.items() if hold.rid == rid]:
             del held[page]
 
-    @staticmethod
-    def _nothing_can_land(me: Instance, pages: Iterable[PageId], pending: Sequence[Batch]) -> None:
-        """One-sided fabrics: what is posted will land, whatever was revoked."""
+    def _nothing_can_land(self, me: Instance, pages: Iterable[PageId], pending: Sequence[Batch]) -> None:
+        """One-sided fabrics: what is posted will land, whatever was revoked. With a fence, landing is watched."""
+        if self._fence:
+            return
         wanted = set(pages)
         for batch in pending:
             if batch.dst == me and any(pair.dst in wanted for pair in batch.pairs):
@@ -180,11 +181,11 @@ class Ends:
         self._legs: dict[tuple[Instance, Rid], _Leg] = {}
         self._open: dict[Room, list[_Leg]] = {}
         self._first_use: dict[tuple[Instance, Room], Rid] = {}
-        self.legs = 0
+        self.running = 0
 
     def event(self, who: Watched, event: Event, now: float) -> None:
         if isinstance(event, LegArrived):
-            self.legs += 1
+            self.running += 1
             leg = _Leg(event.rid, event.room, who.side, who.instance, now)
             self._legs[who.instance, event.rid] = leg
             self._open.setdefault(event.room, []).append(leg)
@@ -207,6 +208,7 @@ class Ends:
         if leg.ended_at is not None:
             raise Violation("verdict", f"{who.instance} answers {rid} a second time")
         leg.ended_at, leg.failed = now, failed
+        self.running -= 1
 
     def ended(self, who: Watched, rid: Rid) -> bool:
         leg = self._legs.get((who.instance, rid))
@@ -217,6 +219,7 @@ class Ends:
         for leg in self._legs.values():
             if leg.instance == who.instance and leg.ended_at is None:
                 leg.ended_at = now
+                self.running -= 1
 
     def crossed(self, now: float) -> None:
         """To be called every second or so."""
@@ -267,7 +270,7 @@ def at_rest(who: Watched, plan: Plan) -> None:
         left = {"claims": len(node.reserve), "running": len(node.batch)}
         if any(left.values()):
             raise Violation("rest", f"{name} keeps {left}")
-    timers = [key for key in node.timers._due if key[0] != "sessions"]
+    timers = [key for key in node.timers._due if key[0] not in ("sessions", "owed")]  # owed: a tombstone's
     if timers:
         raise Violation("rest", f"{name} has clocks running: {timers}")
 

@@ -41,7 +41,8 @@ class Work(msgspec.Struct, frozen=True):
 class Host(Protocol):
     """The process around the engine."""
 
-    now: float
+    @property
+    def now(self) -> float: ...
 
     def at(self, when: float, do: Callable[[], None]) -> None: ...
 

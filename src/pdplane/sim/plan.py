@@ -111,7 +111,7 @@ def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple
     calm = patterns == ("calm",)
     leaving = 0.0 if calm else 0.6 if "cancels" in patterns else 0.15
     requests: list[Request] = []
-    for number in range(rng.randint(8, 22)):
+    for number in range(rng.randint(12, 40)):
         prompt_tokens = rng.randint(1, min(24, most_tokens))
         if not calm and rng.random() < 0.03:
             prompt_tokens = most_tokens + rng.randint(1, 8)

@@ -225,7 +225,7 @@ class Process:
                 self.landing.arm(grant, peers[0], pages)
             case RevokeGrant(grant):
                 if self.landing.revoke(grant):
-                    self._soon(GrantQuiet(grant))
+                    self._soon(GrantQuiet(grant), within_s=0.03)
             case DisarmGrant(grant):
                 self.landing.disarm(grant)
             case ConnectData(peer, host, port, token):
@@ -252,6 +252,6 @@ class Process:
     def _quiet(self, grant: GrantNo) -> None:
         self._soon(GrantQuiet(grant))
 
-    def _soon(self, event: Event) -> None:
+    def _soon(self, event: Event, within_s: float = 0.001) -> None:
         """As from another thread: a little later, in no particular order."""
-        self.at(self.now + self.uniform(0.0, 0.001), lambda: self.post(event))
+        self.at(self.now + self.uniform(0.0, within_s), lambda: self.post(event))

@@ -210,7 +210,8 @@ class SimRouter:
         request, machine, world = client.request, client.machine, self._world
         assert machine.prefill is not None
         client.room = self._room(client)
-        for side, name in ((PREFILL, machine.prefill), (DECODE, machine.decode)):
+        pair: tuple[tuple[Side, str], ...] = ((PREFILL, machine.prefill), (DECODE, machine.decode))
+        for side, name in pair:
             self.load[name] += 1
             rid = Rid(f"r{request.number}.0.{attempt}" + ("p" if side == PREFILL else "d"))
             leg = Leg(client, attempt, side, rid, client.room, world.process(name), request.refused_at == side)

@@ -151,9 +151,8 @@ def sim_main(
 
     def show(done: int, of: int) -> None:
         if sys.stderr.isatty():
-            print(
-                f"\r{done}/{of} seeds, {done / (time.monotonic() - began):.1f}/s", end="", file=sys.stderr, flush=True
-            )
+            rate = done / (time.monotonic() - began)
+            print(f"\r{done}/{of} seeds, {rate:.1f}/s", end="", file=sys.stderr, flush=True)
 
     try:
         outcomes = run_many(seeds, start, jobs, show, pattern=pattern, fence=fence)

@@ -11,7 +11,8 @@ from pdplane.core.effects import Effect
 from pdplane.core.errors import Cause, unavailable
 from pdplane.core.events import ControlEndpoint, Event, FrameIn, Released, RouteFailed, RouteKnown
 from pdplane.core.frames import Drained, Row, Success
-from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid
+from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid, Seat
+from pdplane.core.receiver import Receiver
 from pdplane.transport.memory import Batch, MemoryFabric
 
 from .checkers import Ends, Pages, Violation, at_rest, conservation
@@ -52,7 +53,7 @@ class SimWorld:
         self.works: dict[Rid, Work] = {}
         self.network = Network(self)
         self.fabric = MemoryFabric(auto=False, fence=plan.fence)
-        self.pages = Pages()
+        self.pages = Pages(fence=plan.fence)
         self.ends = Ends(plan)
         self.processes: dict[str, Process] = {}
         self.every_process: list[Process] = []
@@ -93,12 +94,15 @@ class SimWorld:
         self.at(1.0, self._watch)
         latest = max(request.at_s + request.prefill_delay_s + request.decode_delay_s for request in self.plan.requests)
         bound = max(latest, self._last_fault_s) + 130.0 + self.plan.trouble_s
-        self._until(lambda: self.router.all_done and self.now >= self._last_fault_s, bound)
+        self._until(self._all_over, bound)
         if not self.router.all_done:
             self._name_the_hanging(bound)
         rest = self.now + REST_S + (40.0 if self.fabric.pending else 0.0)
         self._until(lambda: self.now >= rest, rest)
         self._check_rest()
+
+    def _all_over(self) -> bool:
+        return self.now >= self._last_fault_s and self.router.all_done and self.ends.running == 0
 
     def _until(self, over: Callable[[], bool], bound: float) -> None:
         same = 0
@@ -240,9 +244,8 @@ class SimWorld:
         self.fabric.deliver(index)
         placed = alive and (not self.plan.fence or target.landing.table.discarded.total() == before)
         ghost = " (ghost)" if batch.ghost is not None else ""
-        self.say(
-            batch.src, f"move {batch.number} of grant {batch.grant} {'lands' if placed else 'is discarded'}{ghost}"
-        )
+        what = "lands" if placed else "is discarded"
+        self.say(batch.src, f"move {batch.number} of grant {batch.grant} {what}{ghost}")
         if placed:
             self.pages.landed(batch, tags, self.works)
 
@@ -279,7 +282,7 @@ class SimWorld:
                 self.at(self.now + fault.for_s, lambda: self.network.slow(src, dst, 0.0))
             case SlowTransfer(process=name, extra_s=extra_s):
                 self._slow_moves[name] = extra_s
-                self.at(self.now + fault.for_s, lambda: self._slow_moves.pop(name, None))
+                self.at(self.now + fault.for_s, lambda: self._slow_moves.update({name: 0.0}))
             case LostMoves(process=name):
                 self._lose_moves(self.process(name))
             case RegistryDown(process=name):
@@ -311,7 +314,7 @@ class SimWorld:
         if process.frozen or not process.alive:
             return
         process.frozen = True
-        self.at(self.now + for_s, lambda: process.thaw() if process.alive else None)
+        process.at(self.now + for_s, process.thaw)
 
     def _lose_moves(self, process: Process) -> None:
         for index in reversed(range(len(self.fabric.pending))):
@@ -331,15 +334,16 @@ class SimWorld:
         conn = node.members.conn(seat)
         if conn is None:
             return
-        wrong_grant = fault.wrong == "grant"
-        identity = {
-            "room": receiver.room,
-            "grant": GrantNo(receiver.grant + 1000) if wrong_grant else receiver.grant,
-            "src": seat.instance if wrong_grant else Instance(f"{seat.instance} before"),
-            "dst": node.instance,
-            "rank": seat.rank,
-        }
-        prompt = receiver.leg.prompt
-        row = Row(first_token=9, prompt_tokens=prompt.tokens, prompt_digest=prompt.digest)
-        frame = Drained(**identity) if fault.kind == "drained" else Success(**identity, row=row)
+        seat_and_grant = (seat, GrantNo(receiver.grant + 1000))
+        if fault.wrong == "instance":
+            seat_and_grant = (Seat(Instance(f"{seat.instance} before"), seat.rank), receiver.grant)
+        frame = _stray_frame(fault.kind, receiver, node.instance, *seat_and_grant)
         self.process(fault.decode).post(FrameIn(conn, frame))
+
+
+def _stray_frame(kind: str, receiver: Receiver, to: Instance, seat: Seat, grant: GrantNo) -> Drained | Success:
+    room, prompt = receiver.room, receiver.leg.prompt
+    if kind == "drained":
+        return Drained(room=room, grant=grant, src=seat.instance, dst=to, rank=seat.rank)
+    row = Row(first_token=9, prompt_tokens=prompt.tokens, prompt_digest=prompt.digest)
+    return Success(room=room, grant=grant, src=seat.instance, dst=to, rank=seat.rank, row=row)

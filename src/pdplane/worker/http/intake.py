@@ -21,7 +21,9 @@ from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .generate import GenerateAnswer
 from .pairing import Pairing, Seat, Side, name_samples
-from .prompts import Prompt, check_length, conversation, tokens_of
+from .prompts import Prompt, check_length, check_text, conversation, tokens_of
+
+MAX_SAMPLES_AT_ONCE = 1024
 
 
 class Job(msgspec.Struct):
@@ -47,6 +49,7 @@ class _Wanted(msgspec.Struct):
 def read_job(endpoint: str, body: bytes, request_id: str | None, service: Service) -> Job:
     """Raises Refused (400, 404). `endpoint`: "chat" | "completions" | "generate". `request_id`: the client's."""
     wanted = _READERS[endpoint](decode_object(body), service)
+    _check_count(len(wanted.prompts), wanted.asks[0].n)
     prompts = [_limited(prompt, service) for prompt in wanted.prompts]
     samplings = [_sampling(ask, len(ids), service) for ask, ids in zip(wanted.asks, prompts, strict=True)]
     n = wanted.asks[0].n
@@ -119,7 +122,16 @@ def _check_model(model: str | None, service: Service) -> None:
         raise Refused(Cause("model_not_found", message, 404, param="model"))
 
 
+def _check_count(prompts: int, n: int) -> None:
+    if prompts * n > MAX_SAMPLES_AT_ONCE:
+        message = (
+            f"{prompts} prompts x n={n} is {prompts * n} samples, over the limit of {MAX_SAMPLES_AT_ONCE}; send fewer"
+        )
+        raise invalid(message, "n" if n > 1 else "prompt", code="too_many_samples")
+
+
 def _limited(prompt: Prompt, service: Service) -> list[int]:
+    check_text(prompt, service)
     ids = tokens_of(prompt, service.tokenizer, service.vocab_size)
     check_length(prompt, len(ids), service)
     return ids

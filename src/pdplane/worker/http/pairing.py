@@ -6,6 +6,7 @@ hand-off, so with several samples it is refused rather than counted up: a neighb
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from pdplane.core.ids import BadRoom, Rid, Room, parse_room
 from pdplane.wire.body import invalid
 
 MAX_NAME = 512
+
+_ATTEMPT = re.compile(r"(?P<request>.+)\.[0-9]+\.[0-9]+", re.DOTALL)
 
 
 class Pairing(NamedTuple):
@@ -46,9 +49,10 @@ class Named(NamedTuple):
     seats: list[Seat]
 
 
-def name_samples(pairing: Pairing, count: int, request_id: str | None, side: Side) -> Named:
-    """Raises Refused (400). Without pairing, on an aggregated worker, the bootstrap fields are not looked at."""
-    request, rids = _rids(pairing.rid, count, request_id)
+def name_samples(pairing: Pairing, count: int, label: str | None, side: Side) -> Named:
+    """`label`: the client's own id for the request. Raises Refused (400). An aggregated worker does not look at the
+    bootstrap fields."""
+    request, rids = _rids(pairing.rid, count, label)
     if not side.paired:
         return Named(request, [Seat(rid) for rid in rids])
     rooms = _rooms(pairing.room, count, side.role)
@@ -57,19 +61,27 @@ def name_samples(pairing: Pairing, count: int, request_id: str | None, side: Sid
     return Named(request, [Seat(*seat) for seat in zip(rids, rooms, hosts, ports, strict=True)])
 
 
-def _rids(given: object, count: int, request_id: str | None) -> tuple[str, list[Rid]]:
-    """(request id, rids). One rid for several samples names the request, and samples are numbered below it."""
-    if isinstance(given, list):
-        names = [_rid(value) for value in _spread(given, count, "rid")]
-        _refuse_twins(names, "rid")
-        return request_id or _mint(), [Rid(name) for name in names]
+def _rids(given: object, count: int, label: str | None) -> tuple[str, list[Rid]]:
+    """(request id, rids). Rids of a router's form name their request themselves, and that is the id which client and
+    router know; then the client's label does. One rid for several samples is the request's, samples are numbered below
+    it."""
     if given is None:
-        request = request_id or _mint()
+        minted = _mint()  # a label may come again, a rid never does
+        return label or minted, [Rid(f"{minted}.{i}.0") for i in range(count)]
+    if not isinstance(given, list) and count > 1:
+        request = _rid(given)
         return request, [Rid(f"{request}.{i}.0") for i in range(count)]
-    name = _rid(given)
-    if count == 1:
-        return request_id or name, [Rid(name)]
-    return name, [Rid(f"{name}.{i}.0") for i in range(count)]
+    rids = [_rid(value) for value in _spread(given, count, "rid")]
+    _refuse_twins(rids, "rid")
+    own = rids[0] if count == 1 else _mint()
+    return _common_request(rids) or label or own, [Rid(rid) for rid in rids]
+
+
+def _common_request(rids: list[str]) -> str | None:
+    """The request of which all `rids` are attempts, in the form ``<request>.<sample>.<attempt>``."""
+    found = {_ATTEMPT.fullmatch(rid) for rid in rids}
+    requests = {match and match["request"] for match in found}
+    return requests.pop() if len(requests) == 1 else None
 
 
 def _rooms(given: object, count: int, role: str) -> list[Room]:

@@ -10,6 +10,8 @@ from pdplane.wire.body import invalid
 from ..engine import Tokenizer
 from ..service import Service
 
+PROBE_CHARACTERS = 16  # per token of context: far more than texts have, so that a text that is probed is surely long
+
 
 class Conversation(NamedTuple):
     turns: list[dict[str, object]]
@@ -47,20 +49,41 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int
     return ids
 
 
+def check_text(prompt: Prompt, service: Service) -> None:
+    """Raises Refused (400) for a text so long that a first part of it is over the context already: it need not be
+    tokenised whole to be refused."""
+    probe = service.context_len * PROBE_CHARACTERS
+    for text in _texts(prompt.content):
+        if len(text) > probe:
+            tokens = len(service.tokenizer.encode(text[:probe]))
+            if tokens >= service.context_len:
+                raise _too_long(prompt, f"over {tokens}", service)
+
+
 def check_length(prompt: Prompt, tokens: int, service: Service) -> None:
     """Raises Refused (400) naming length, limit and side, before anything is allocated."""
     if tokens >= service.context_len:
-        message = (
-            f"{prompt.name} has {tokens} tokens; the model's context is {service.context_len} tokens and one is needed "
-            "for the answer. Shorten the prompt"
-        )
-        raise Refused(bad_request(message, code="context_length_exceeded", param=prompt.name, side=service.role))
+        raise _too_long(prompt, str(tokens), service)
     if tokens > service.max_prompt_tokens:
         message = (
             f"{prompt.name} has {tokens} tokens; the {service.role} worker can hold {service.max_prompt_tokens} of one "
             "prompt. Shorten it, or give the worker a larger KV pool"
         )
         raise Refused(bad_request(message, code="prompt_too_long", param=prompt.name, side=service.role))
+
+
+def _too_long(prompt: Prompt, tokens: str, service: Service) -> Refused:
+    message = (
+        f"{prompt.name} has {tokens} tokens; the model's context is {service.context_len} tokens and one is needed "
+        "for the answer. Shorten the prompt"
+    )
+    return Refused(bad_request(message, code="context_length_exceeded", param=prompt.name, side=service.role))
+
+
+def _texts(content: str | list[int] | Conversation) -> list[str]:
+    if isinstance(content, Conversation):
+        return [str(turn["content"]) for turn in content.turns]
+    return [content] if isinstance(content, str) else []
 
 
 def _render(content: Conversation, tokenizer: Tokenizer) -> list[int]:
