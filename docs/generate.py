@@ -28,7 +28,7 @@ def states_page() -> str:
             "# The state table of the rooms protocol",
             "",
             "Written from `src/pdplane/core/table.py` by `make docs`; change it there. One machine per room",
-            "and side. A missing cell counts the event as late and changes nothing. The words: [protocol.md](protocol.md).",
+            "and side. A missing cell counts the event as late and changes nothing. Words: [protocol.md](protocol.md).",
             "",
             "## Decode: the receiver",
             "",

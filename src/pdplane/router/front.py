@@ -128,6 +128,9 @@ class FrontConnection(asyncio.Protocol):
         if len(data) > self._router.config.max_head_bytes and not self._head_done:
             end = data.find(b"\r\n\r\n")
             self._check_head(end if end >= 0 else len(data))
+            if self._refusal is not None:
+                self._refused()
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:

@@ -97,7 +97,9 @@ class PrefillShell(Shell[PrefillNode]):
                 if job := self.jobs.get(rid):
                     job.cached_tokens = row.cached_tokens
                     end = row.finish_reason or "length"
-                    spelled = spell(self.tokenizer, job.text, [row.first_token], end)
+                    spelled = spell(
+                        self.tokenizer, job.text, [row.first_token], end, min_tokens=job.generation.sampling.min_tokens
+                    )
                     first = Token(row.first_token, row.logprob, row.top_logprobs)
                     self._push(job, spelled.text, [first], spelled.finish, spelled.matched_stop)
             case _:
