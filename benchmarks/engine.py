@@ -2,8 +2,9 @@
 
     python benchmarks/engine.py [--batch-invariant] [--peer-python .bench-venv/bin/python]
 
-Prefill is the best of 5, decode the median of 20 steps. The machine changes, the ratio to the peer less so: the reference is a row measured earlier for a plain numpy engine
-and for a torch engine side by side, and the claim is that our ratio to the peer is within 10 % of theirs.
+Prefill is the best of 5, decode the median of 20 steps. The machine changes, the ratio to the peer less so: the
+reference is a row measured earlier for a plain numpy engine and for a torch engine side by side, and the claim is
+that our ratio to the peer is within 10 % of theirs.
 Exit status 1 where it is not; without a peer environment only our own numbers are printed.
 """
 
@@ -117,9 +118,8 @@ def answer(engine: NumpyEngine, tokenizer: Tokenizer) -> str:
 def prefill(engine: NumpyEngine, length: int) -> float:
     times = []
     for repeat in range(REPEATS + 1):
-        request = EngineRequest(rid=Rid("p"), prompt=prompt(length, repeat), sampling=Sampling(max_tokens=1, temperature=0.0),
-                                pages=scattered(length // 16, repeat))  # fmt: skip
-        engine.add(request)
+        engine.add(EngineRequest(rid=Rid("p"), prompt=prompt(length, repeat), pages=scattered(length // 16, repeat),
+                                 sampling=Sampling(max_tokens=1, temperature=0.0)))  # fmt: skip
         begin = time.perf_counter()
         while engine.busy():
             engine.step()

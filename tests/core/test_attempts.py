@@ -185,31 +185,40 @@ def test_what_may_be_tried_again(status: int, said: bool | None, safe: bool) -> 
 
 
 EVENTS = ("pair", "none", "p_done", "p_fail", "d_byte", "d_done", "d_fail", "left", "deadline", "drain")
+FAILURES = (BAD, DOWN, FULL, STALE)
+Step = tuple[str, int, int]
+STEPS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3), st.integers(0, 3)), max_size=14)
+
+
+def step(machine: RequestAttempts, name: str, which: int, attempt: int) -> Effects:
+    match name:
+        case "pair":
+            return machine.pair_chosen("p", "d")
+        case "none":
+            return machine.no_pair(LATE)
+        case "p_done":
+            return machine.prefill_done(attempt)
+        case "p_fail":
+            return machine.prefill_failed(attempt, FAILURES[which])
+        case "d_byte":
+            return machine.decode_first_byte(attempt)
+        case "d_done":
+            return machine.decode_done(attempt)
+        case "d_fail":
+            return machine.decode_failed(attempt, FAILURES[which])
+        case "drain":
+            return machine.drain_limit()
+        case _:
+            return machine.cancel(LEFT if name == "left" else LATE)
 
 
 @settings(max_examples=600, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3), st.integers(0, 3)), max_size=14), st.integers(0, 3)
-)
-def test_any_order_of_events_keeps_the_books(events: list[tuple[str, int, int]], retries: int) -> None:
+@given(STEPS, st.integers(0, 3))
+def test_any_order_of_events_keeps_the_books(events: list[Step], retries: int) -> None:
     """Each opened leg is released exactly once and ended before it is forgotten; one verdict; one reply at most."""
     machine, shell = RequestAttempts(retries), Books()
-    failures = (BAD, DOWN, FULL, STALE)
-    for name, which, attempt in events:
-        shell.take(
-            {
-                "pair": lambda: machine.pair_chosen("p", "d"),
-                "none": lambda: machine.no_pair(LATE),
-                "p_done": lambda: machine.prefill_done(attempt),
-                "p_fail": lambda: machine.prefill_failed(attempt, failures[which]),
-                "d_byte": lambda: machine.decode_first_byte(attempt),
-                "d_done": lambda: machine.decode_done(attempt),
-                "d_fail": lambda: machine.decode_failed(attempt, failures[which]),
-                "left": lambda: machine.cancel(LEFT),
-                "deadline": lambda: machine.cancel(LATE),
-                "drain": lambda: machine.drain_limit(),
-            }[name]()
-        )
+    for event in events:
+        shell.take(step(machine, *event))
         assert shell.done == machine.over
         assert shell.opens <= retries + 1
     shell.take(machine.cancel(LEFT))

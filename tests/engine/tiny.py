@@ -168,7 +168,7 @@ def _rotated(config: LlamaConfig, heads: np.ndarray) -> np.ndarray:
 
 
 def frequency(config: LlamaConfig, i: int) -> float:
-    """Of the i-th pair, after Llama 3's stretch where there is one: slow ones divided, fast ones kept, a blend between."""
+    """Of the i-th pair. Llama 3's stretch divides slow ones by the factor, keeps fast ones and blends between."""
     plain = config.rope_theta ** (-2 * i / config.head_dim)
     if config.llama3 is None:
         return float(plain)

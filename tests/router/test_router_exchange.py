@@ -105,7 +105,9 @@ async def test_token_ids_over_a_workers_limit_are_refused_naming_limit_length_an
         assert answer.status == 400
         assert "5 tokens" in answer.error["message"]
         assert "decode" in answer.error["message"]
-        assert "holds 4" in answer.error["message"]
+        assert "hold 4" in answer.error["message"]
+        answer = await it.post({"prompt": [[1], [1] * 9]}, "/v1/completions")
+        assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", "prompt[1]")
         assert len(it.prefill.seen) == 1
         await it.idle()
 

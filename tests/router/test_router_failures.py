@@ -134,6 +134,22 @@ async def test_a_decode_that_names_prefill_as_the_culprit_costs_the_prefill_its_
         await it.idle()
 
 
+async def test_a_busy_decode_reported_by_prefill_is_the_one_that_is_spared() -> None:
+    async with fleet(1, 2, prefill=None, decode=None) as it, it.client() as client:
+        client.post(b"{}")
+        first = await it.prefill.next()
+        full = await asked_of(it, "decodes")
+        first.fail(429, side="decode", retryable=True)
+        second = await asked_of(it, "decodes")
+        assert second.headers["host"] != full.headers["host"]
+        avoided = [worker for worker in it.router.pairing.workers if worker.avoid]
+        assert [worker.address.netloc for worker in avoided] == [full.headers["host"]]
+        (await it.prefill.next()).reply()
+        second.reply()
+        assert (await client.read()).status == 200
+        await it.idle()
+
+
 async def test_both_decodes_down_is_their_503_with_a_json_body_after_no_more_attempts_than_configured() -> None:
     async with fleet(1, 3, prefill=None, decode=refuse(503)) as it:
         answer = await it.post({})

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from pdplane.core.errors import Refused
 from pdplane.router.body import read_body
 from pdplane.router.config import RouterConfig, parse_address
+from pdplane.router.front import FrontConnection
 from pdplane.router.legs.rooms import mint_room, mint_rooms
 from pdplane.router.metrics import Histogram
 from pdplane.router.outbox import Outbox
 from pdplane.router.policies import LeastLoad, RoundRobin
 from pdplane.router.records import Records, RequestRecord
+from pdplane.router.routing import Router
 from pdplane.router.worker import Worker
 from pdplane.settings import BadSetting, effective, load
 
@@ -166,6 +168,50 @@ class Wire:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+
+class Pipe(asyncio.Transport):
+    """A transport that is only looked at."""
+
+    def __init__(self) -> None:
+        self.reading = True
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+async def test_a_leg_paused_by_a_slow_client_reads_again_once_it_is_back_in_its_pool() -> None:
+    router = Router(RouterConfig(prefill=("p:1",), decode=("d:1",)), asyncio.get_running_loop())
+    legs = []
+    for worker in router.pairing.workers:
+        worker.reason = ""
+        leg = router.leg_class(worker)(worker, router.outbox)
+        leg.connection_made(Pipe())
+        worker.idle.append(leg)
+        legs.append(leg)
+    router.pairing.refresh()
+    front = FrontConnection(router)
+    front.connection_made(Pipe())
+    front.pause_writing()
+    front.data_received(b"POST /generate HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}")
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+    legs[1].data_received(head + b"o")
+    assert not legs[1].transport.reading  # type: ignore[union-attr]
+    legs[1].data_received(b"k")
+    assert legs[1].transport.reading  # type: ignore[union-attr]
+    assert legs[1] in router.pairing.decodes[0].idle
+    legs[0].data_received(head + b"ok")
+    router.outbox.flush()
+    assert front.transport.written.endswith(b"\r\n\r\nok")  # type: ignore[union-attr]
+    assert not router.active
+    assert not router.draining
 
 
 async def test_the_outbox_writes_once_per_turn_and_in_order() -> None:

@@ -42,10 +42,11 @@ class ScriptedEngine:
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
         self.extended.append((rid, list(pages)))
 
-    def abort(self, rid: Rid) -> None:
+    def abort(self, rid: Rid) -> bool:
         self.aborts.append(rid)
         if rid in self.held:
             self._ending.append(rid)
+        return False
 
     def busy(self) -> bool:
         return bool(self.script or self._ending)
@@ -151,8 +152,9 @@ def test_a_stop_string_ends_the_request_before_its_pages_are_released() -> None:
 
 def test_tokens_after_a_stop_string_are_swallowed_until_the_engine_lets_go() -> None:
     class Slow(ScriptedEngine):
-        def abort(self, rid: Rid) -> None:
+        def abort(self, rid: Rid) -> bool:
             self.aborts.append(rid)
+            return False
 
     bench = Bench()
     engine = Slow([out(A, "b")], [out(A, "c", 9)], [out(A, "d", 10, finish="length")])
@@ -380,3 +382,54 @@ def test_a_running_thread_serves_wakes_for_an_abort_and_ends_what_is_live_when_s
     assert releases(posted, B) == 1
     with pytest.raises(RuntimeError, match="stopping"):
         thread.add(request(Rid("late")), TextOptions())
+
+
+class Obliging(ScriptedEngine):
+    """Drops an aborted request at once: it is between two steps, or at work on others."""
+
+    def abort(self, rid: Rid) -> bool:
+        self.aborts.append(rid)
+        return self.held.pop(rid, None) is not None
+
+
+def obliging(*script: list[StepOutput] | Exception) -> Bench:
+    bench = Bench()
+    bench.engine = Obliging(*script)
+    bench.thread = EngineThread(bench.engine, ByteTokenizer(), bench.posted.extend)
+    return bench
+
+
+def test_what_the_engine_drops_is_released_by_the_abort_itself_and_once() -> None:
+    bench = obliging([out(A, "h", 4)], [out(A, "i", 5)])
+    bench.add(request())
+    bench.turn()
+    bench.thread.abort(A)
+    last = bench.posted[-1]
+    assert (last.finish, last.computed, last.released, bench.thread.running) == ("abort", 4, True, 0)
+    bench.thread.abort(A)
+    bench.run()
+    assert releases(bench.posted) == 1
+
+
+def test_an_abort_of_what_is_still_in_the_inbox_releases_it_without_the_engine() -> None:
+    bench = obliging()
+    bench.add(request())
+    bench.thread.abort(A)
+    assert [(e.finish, e.released) for e in bench.posted] == [("abort", True)]
+    bench.run()
+    assert (releases(bench.posted), bench.engine.held) == (1, {})
+
+
+def test_a_stop_string_releases_with_its_last_text_where_the_engine_drops_it() -> None:
+    bench = obliging([out(A, "b")])
+    bench.add(request(), "b")
+    [ended] = bench.run()
+    assert (ended.finish, ended.released, bench.thread.running) == ("stop", True, 0)
+
+
+def test_a_failed_step_releases_what_the_engine_drops(caplog: pytest.LogCaptureFixture) -> None:
+    bench = obliging(RuntimeError("boom"))
+    bench.add(request())
+    with caplog.at_level(logging.CRITICAL):
+        [failed] = bench.run()
+    assert (failed.finish, failed.released, bench.thread.running) == ("error", True, 0)

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -232,6 +234,7 @@ async def _watch(children: list[Child], stop: asyncio.Event) -> int:
 
 def _welcome(config: UpConfig) -> str:
     url = f"http://{_shown(config.host)}:{config.port}"
+    me = _command()
     curl = (
         f"curl {url}/v1/chat/completions -H 'content-type: application/json' "
         '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
@@ -241,10 +244,18 @@ def _welcome(config: UpConfig) -> str:
 ready: {url}
 
   ask     {curl}
-  chat    pdplane chat --url {url}
-  look    pdplane status --url {url}
+  chat    {me} chat --url {url}
+  look    {me} status --url {url}
+  why     {me} explain ID --url {url}      (ID: the answer's id)
   stop    Ctrl-C
 """
+
+
+def _command() -> str:
+    """How this user can call us: by name where that is on the PATH, else as they did now."""
+    if shutil.which("pdplane"):
+        return "pdplane"
+    return os.path.relpath(sys.argv[0]) if os.path.basename(sys.argv[0]) == "pdplane" else "python -m pdplane"
 
 
 def _shown(host: str) -> str:

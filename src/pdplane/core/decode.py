@@ -91,6 +91,8 @@ class DecodeNode(Node):
         elif state is R.SUCCESS:
             self._succeeded[room] = receiver
             self.timers.clear(("progress", room))
+            # Its place was safe when it was admitted, but pages that were counted on may have gone into quarantine.
+            self.timers.set(("queue", room), self.now + self.limits.queue_limit_s)
         elif state is R.DRAINING:
             self._ended(receiver)
         elif state is R.QUARANTINE:

@@ -236,6 +236,8 @@ class Sender:
         src, dst = self.pages[self.moved : ready], self.grant.pages[self.moved : ready]
         number = self._desk.next_move(self)
         self._node.ledger.shift(src, self._owner, Page.COMPUTING, Page.SENDING)
+        if not self.moved and self.rid:
+            self._node.note(self.rid, self.room, "moving")
         self.outstanding.add(number)
         self.moved = ready
         self._node.out.append(MovePages(number, self.grant_no, self.peer, src, dst))

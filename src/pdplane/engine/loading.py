@@ -45,8 +45,8 @@ def load_numpy(
         raise ModelError(f"page size {page_size} is no page; use 16")
     keep_buffers()
     folder = _folder(model)
-    tokenizer = FolderTokenizer(folder)
     checkpoint = Checkpoint(folder)
+    tokenizer = FolderTokenizer(folder)
     llama = LlamaModel(open_weights(checkpoint, progress), fixed=batch_invariant)
     spec = spec_of(
         llama,

@@ -53,8 +53,9 @@ class NumpyEngine:
         self._prefills: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._refused: list[StepOutput] = []
-        self._lock = threading.Lock()
-        self._aborted: set[Rid] = set()
+        self._lock = threading.Lock()  # guards all of the above and below: abort comes from any thread
+        self._stepping: frozenset[Rid] = frozenset()  # what the running step is at work on
+        self._aborted: set[Rid] = set()  # among these
         self._decode_next = False
 
     def sibling(self) -> NumpyEngine:
@@ -76,53 +77,69 @@ class NumpyEngine:
                 self._refused.append(sequence.output(finish="error", error=refusal))
                 return
             self._live[sequence.rid] = sequence
-        if sequence.in_prefill:
-            self._prefills.append(sequence)
-        else:
-            self._running.append(sequence)
+            if sequence.in_prefill:
+                self._prefills.append(sequence)
+            else:
+                self._running.append(sequence)
 
     def extend(self, rid: Rid, pages: Many[PageId]) -> None:
         sequence = self._live.get(rid)
         if sequence is not None:
             sequence.pages.extend(pages)
 
-    def abort(self, rid: Rid) -> None:
+    def abort(self, rid: Rid) -> bool:
         with self._lock:
-            if rid in self._live:
+            sequence = self._live.get(rid)
+            if sequence is None:
+                return False
+            if rid in self._stepping:
                 self._aborted.add(rid)
+                return False
+            self._remove(sequence)
+            return True
 
     def busy(self) -> bool:
-        return bool(self._refused or self._aborted or self._prefills or self._ready())
+        with self._lock:
+            return bool(self._refused or self._prefills or self._ready())
 
     def step(self) -> list[StepOutput]:
         outputs, self._refused = self._refused, []
-        outputs += self._reap()
-        ready = self._ready()
-        if self._prefills and not (ready and self._decode_next):
-            self._decode_next = True
-            outputs += self._prefill(self._prefills[0])
-        elif ready:
-            self._decode_next = False
-            outputs += self._decode(ready)
-        return outputs + self._reap()
+        prefill, rows = self._choose()
+        try:
+            outputs += self._prefill(rows[0]) if prefill else self._decode(rows) if rows else []
+        except Exception:
+            self._refused = outputs + self._end()  # the next step says them
+            raise
+        return outputs + self._end()
 
-    def _ready(self) -> list[Sequence]:
-        """Running requests whose next token has a page (or that end without one)."""
-        return [row for row in self._running if row.has_page(self.model.page_size) or row.end(self.model)]
+    def _choose(self) -> tuple[bool, list[Sequence]]:
+        """(a chunk of a prompt?, what this step is at work on: until its end, their pages are)."""
+        with self._lock:
+            ready = self._ready()
+            prefill = bool(self._prefills) and not (ready and self._decode_next)
+            rows = [self._prefills[0]] if prefill else ready
+            self._decode_next = prefill
+            self._stepping = frozenset(row.rid for row in rows)
+            return prefill, rows
 
-    def _reap(self) -> list[StepOutput]:
-        """The last outputs of what was aborted."""
+    def _end(self) -> list[StepOutput]:
+        """The step is over: the last outputs of what was aborted during it."""
         with self._lock:
             aborted = [self._live[rid] for rid in self._aborted if rid in self._live]
             self._aborted.clear()
-        for sequence in aborted:
-            self._forget(sequence)
+            self._stepping = frozenset()
+            for sequence in aborted:
+                self._remove(sequence)
         return [sequence.output(finish="abort") for sequence in aborted]
 
-    def _forget(self, sequence: Sequence) -> None:
-        with self._lock:
-            self._live.pop(sequence.rid, None)
-            self._aborted.discard(sequence.rid)
+    def _ready(self) -> list[Sequence]:
+        """Running requests whose next token has a page (or that end without one). Under the lock."""
+        return [row for row in self._running if row.has_page(self.model.page_size) or row.end(self.model)]
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Under the lock."""
+        self._live.pop(sequence.rid, None)
+        self._aborted.discard(sequence.rid)
         if sequence in self._running:
             self._running.remove(sequence)
         if sequence in self._prefills:
@@ -153,8 +170,9 @@ class NumpyEngine:
         sequence.computed = end
         if end < len(prompt):
             return [sequence.output()]
-        self._prefills.remove(sequence)
-        self._running.append(sequence)
+        with self._lock:
+            self._prefills.remove(sequence)
+            self._running.append(sequence)
         return [self._sampled(sequence, self._llama.logits(hidden[None])[0])]
 
     def _decode(self, ready: list[Sequence]) -> list[StepOutput]:
@@ -193,7 +211,8 @@ class NumpyEngine:
         return self._finished(sequence, output) if end else output
 
     def _finished(self, sequence: Sequence, output: StepOutput) -> StepOutput:
-        self._forget(sequence)
+        with self._lock:
+            self._remove(sequence)
         return output
 
 

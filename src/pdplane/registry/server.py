@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 
-from pdplane import settings
 from pdplane.settings import BadSetting, setting
 
 from .http import HttpConnection
@@ -94,7 +93,6 @@ async def serve(config: RegistryConfig) -> None:
     """Runs a registry on its own until SIGINT, SIGTERM or a cancel."""
     server = RegistryServer(config)
     await server.start()
-    log.info("registry settings\n%s", settings.effective(config))
     print(f"registry at http://{config.host}:{server.port} (Ctrl-C stops it)", flush=True)
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,18 +7,7 @@ from http import HTTPStatus
 import msgspec
 
 from pdplane.core.errors import Cause
-
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+from pdplane.wire.errors import error_body, error_event
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,23 +30,9 @@ def _phrase(status: int) -> str:
 _LINES: dict[int, bytes] = {}
 
 
-def error_body(cause: Cause) -> bytes:
-    """``{"error": {...}}`` as OpenAI's clients read it; `side` and `retryable` are ours."""
-    error: dict[str, object] = {
-        "message": cause.message,
-        "type": _TYPES.get(cause.status, "invalid_request_error" if cause.status < 500 else "server_error"),
-        "param": cause.param,
-        "code": cause.code,
-        "retryable": cause.retryable,
-    }
-    if cause.side:
-        error["side"] = cause.side
-    return _encode({"error": error})
-
-
-def error_event(cause: Cause) -> bytes:
+def late_error_event(cause: Cause) -> bytes:
     """An SSE event that ends a stream whose first bytes are out. The blank line ends what may have been cut."""
-    return b"\n\ndata: " + error_body(cause) + b"\n\n"
+    return b"\n\n" + error_event(cause)
 
 
 def answer(

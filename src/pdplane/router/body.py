@@ -29,6 +29,7 @@ TOPOLOGY = (
 MAX_N = 128
 _UNSET = msgspec.UNSET
 _NO_RAW = msgspec.Raw(b"")
+_BARE = b"{ \t\r\n"  # what may stand before the last brace of an empty object
 
 
 class Needed(msgspec.Struct, gc=False):
@@ -74,7 +75,8 @@ class _Sampling(msgspec.Struct):
 class Body(msgspec.Struct, gc=False):
     """A request's body, ready for the router's fields. `samples` rooms are needed, in lists where there are several.
 
-    prompt_tokens is the length of the longest prompt where it came as token ids, else 0; `prefix` is all of the body
+    prompt_tokens is the length of the longest prompt where it came as token ids, else 0, and prompt_name where in the
+    body it is; `prefix` is all of the body
     but its last brace, with a comma where one is needed.
     """
 
@@ -83,6 +85,7 @@ class Body(msgspec.Struct, gc=False):
     label: str = ""
     stripped: tuple[str, ...] = ()
     prompt_tokens: int = 0
+    prompt_name: str = "prompt"
 
 
 _needed = msgspec.json.Decoder(Needed)
@@ -97,13 +100,12 @@ def read_body(raw: bytes, max_samples: int = 1024) -> Body:
     try:
         needed = _needed.decode(raw)
     except msgspec.ValidationError:
-        raise Refused(bad_request("the request body must be a JSON object", side="router")) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(
-            bad_request(f"the request body is not valid JSON: {error}", code="invalid_json", side="router")
-        ) from None
+        raise Refused(bad_request("the request body must be a JSON object", code="invalid_json")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(bad_request(f"the request body is not valid JSON: {error}", code="invalid_json")) from None
     if needed.untouched():
-        body = Body(_prefix(raw))
+        end = raw.rindex(b"}")
+        body = Body(raw[:end] + b"," if raw[end - 1] not in _BARE else _prefix(raw))
     else:
         stripped = tuple(name for name in TOPOLOGY if getattr(needed, name) is not _UNSET)
         label = needed.rid if isinstance(needed.rid, str) else ""
@@ -121,12 +123,7 @@ def _without(raw: bytes, names: tuple[str, ...]) -> bytes:
 
 def _prefix(raw: bytes) -> bytes:
     end = raw.rindex(b"}")
-    return raw[:end] + (b"" if raw[:end].rstrip()[-1:] == b"{" else b",") if _bare(raw, end) else raw[:end] + b","
-
-
-def _bare(raw: bytes, end: int) -> bool:
-    """Whether the object may be empty: the last brace follows a brace or white space."""
-    return raw[end - 1] in b"{ \t\r\n"
+    return raw[:end] + (b"" if raw[:end].rstrip().endswith(b"{") else b",")
 
 
 def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
@@ -134,8 +131,11 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
     prompts = 1
     given = needed.prompt or needed.input_ids or needed.text
     if given:
+        body.prompt_name = "input_ids" if given is needed.input_ids else "prompt"
         prompts = _count_prompts(body, given)
     n = needed.n
+    if n == 1 and not given and not needed.sampling_params:
+        return
     if needed.sampling_params and _first(needed.sampling_params) == "{":
         n = _sampling.decode(needed.sampling_params).n
     if n.__class__ is not int or not 1 <= n <= MAX_N:
@@ -147,7 +147,6 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
                 f"{prompts} prompts x n={n} is {body.samples} samples, over the limit of {max_samples}; send fewer",
                 code="too_many_samples",
                 param="n" if n > 1 else "prompt",
-                side="router",
             )
         )
 
@@ -162,7 +161,9 @@ def _count_prompts(body: Body, given: msgspec.Raw) -> int:
     first = _first(items[0])
     if first in ('"', "["):
         if first == "[":
-            body.prompt_tokens = max(bytes(item).count(b",") + 1 for item in items)
+            counts = [bytes(item).count(b",") + 1 for item in items]
+            body.prompt_tokens = max(counts)
+            body.prompt_name += f"[{counts.index(body.prompt_tokens)}]"
         return len(items)
     body.prompt_tokens = len(items)
     return 1

@@ -12,7 +12,7 @@ from pdplane.core import attempts
 from pdplane.core.attempts import BUSY, DECODE, PREFILL, Effects, Failure, RequestAttempts, retry_safe
 from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, bad_request, client_left, deadline
 
-from .answers import answer, error_answer, error_event, status_line
+from .answers import answer, error_answer, late_error_event, status_line
 from .body import Body, read_body
 from .legs import rooms as dialect
 from .pairing import Pair
@@ -100,7 +100,9 @@ class Exchange:
         except Refused as refused:
             self._carry(self._machine.no_pair(refused.cause))
             return
-        self._keep_label(body)
+        self._incoming.body = b""  # its prefix is what is sent
+        if body.stripped or self._incoming.headers:
+            self._keep_label(body)
         self._chosen(pair)
 
     def _keep_label(self, body: Body) -> None:
@@ -130,11 +132,8 @@ class Exchange:
     def pause(self, paused: bool) -> None:
         """The client reads slower than decode sends: decode's connection waits."""
         leg = self._decode_leg
-        if isinstance(leg, Leg) and leg.transport is not None and leg.exchange is self:
-            if paused:
-                leg.transport.pause_reading()
-            else:
-                leg.transport.resume_reading()
+        if isinstance(leg, Leg) and leg.exchange is self:
+            leg.pause(paused)
 
     @property
     def authorization(self) -> bytes:
@@ -142,15 +141,12 @@ class Exchange:
 
     def side_silent(self, worker: Worker) -> None:
         """`worker` has answered nothing for too long: its leg is taken for lost."""
-        leg = self._prefill_leg if worker is self._pair_prefill() else self._decode_leg
+        leg = self._prefill_leg if worker is self._worker(PREFILL) else self._decode_leg
         if leg is None:
             return
         message = f"{worker.role} {worker.url} has answered nothing for {self.router.config.silent_s:g} s"
         cause = Cause("worker_silent", message, 502, retryable=True, side=worker.role)
         self.leg_failed(leg, Failure(cause=cause, answered=False))
-
-    def _pair_prefill(self) -> Worker | None:
-        return self._pair.prefill if self._pair is not None else None
 
     def silent_side(self) -> Worker | None:
         """A worker of this attempt that has answered nothing for too long, while its leg is open."""
@@ -190,13 +186,18 @@ class Exchange:
     def leg_refused(self, leg: Leg, said: WorkerAnswer) -> None:
         """A worker answered with an error."""
         failure = refusal(leg, said)
-        if said.status < 500:
-            leg.worker.succeeded()
+        culprit = self._worker(failure.blames or leg.side)
         if said.status in BUSY:
-            self.router.busy(leg.worker, failure.cause.retry_after_s or 1)
-        elif said.status >= 500 and said.status != 504 and failure.blames in ("", leg.side):
-            self.router.blame(leg.worker, failure.cause)
+            self.router.busy(culprit, failure.cause.retry_after_s or 1)
+        elif said.status < 500:
+            leg.worker.succeeded()
+        elif said.status != 504:
+            self.router.blame(culprit, failure.cause)
         self._failed(leg, failure)
+
+    def _worker(self, side: str) -> Worker:
+        assert self._pair is not None
+        return self._pair.prefill if side == PREFILL and self._pair.prefill is not None else self._pair.decode
 
     def leg_failed(self, leg: Leg | Dial, failure: Failure) -> None:
         """A worker did not answer, or not to the end."""
@@ -243,7 +244,7 @@ class Exchange:
         content = dialect.paired(body, prefill, rooms, rids)
         rest = b"".join((
             self._incoming.passed_on(),
-            timeout_line(max(self.deadline - now, 0.001)),
+            router.timeout_line(self.timeout_s if attempt == 0 else max(self.deadline - now, 0.001)),
             str(len(content)).encode(),
             HEAD_END,
             content,
@@ -312,7 +313,7 @@ class Exchange:
 
     def _own_headers(self, front: FrontConnection) -> bytes:
         ours = f"x-request-id: {self.request_id}\r\nx-pd-mode: {self._record.mode}\r\n".encode()
-        return ours + front.connection_header()
+        return ours if front.keep and not self.http10 else ours + front.connection_header()
 
     def _reply(self, effect: attempts.Reply) -> None:
         failure = effect.failure
@@ -338,7 +339,7 @@ class Exchange:
         assert isinstance(leg, dialect.DecodeLeg)
         if _SSE not in self._head.lower():
             return
-        event = error_event(effect.cause)
+        event = late_error_event(effect.cause)
         if not leg.raw or not framed(self._head):
             front.write(event)
         elif leg.at_chunk_boundary():
@@ -364,6 +365,8 @@ class Exchange:
 
     def _done(self, _: attempts.Done) -> None:
         self._record.done = monotonic()
+        self._record.late = self._machine.late
+        self.router.metrics.late += self._machine.late
         self.router.draining.discard(self)
 
 
@@ -380,28 +383,27 @@ _CARRY: dict[type[attempts.Effect], Callable[[Exchange, Any], None]] = {
 }
 
 
-def timeout_line(left_s: float) -> bytes:
-    """The header that carries the time left, and the beginning of the next one."""
-    return b"x-request-timeout: %.3f\r\ncontent-length: " % left_s
-
-
 def check_limits(body: Body, pair: Pair) -> None:
-    """Token ids are counted here: too many are refused before any pairing (400)."""
+    """Token ids are counted here: too many are refused before any pairing. Raises Refused (400)."""
     for worker in pair:
         if worker is None:
             continue
-        limits = ((worker.limits.max_prompt_tokens, "pool"), (worker.limits.context_len, "context"))
-        for limit, what in limits:
-            if limit and body.prompt_tokens > limit:
-                raise Refused(
-                    bad_request(
-                        f"the prompt has {body.prompt_tokens} tokens, but the {worker.role} worker's {what} holds "
-                        f"{limit}; send a shorter prompt",
-                        code="prompt_too_long",
-                        param="prompt",
-                        side=worker.role,
-                    )
-                )
+        limits, name, tokens = worker.limits, body.prompt_name, body.prompt_tokens
+        if 0 < limits.context_len <= tokens:
+            code = "context_length_exceeded"
+            why = (
+                f"the model's context is {limits.context_len} tokens and one is needed for the answer. "
+                "Shorten the prompt"
+            )
+        elif 0 < limits.max_prompt_tokens < tokens:
+            code = "prompt_too_long"
+            why = (
+                f"the {worker.role} worker can hold {limits.max_prompt_tokens} of one prompt. Shorten it, or give the "
+                "worker a larger KV pool"
+            )
+        else:
+            continue
+        raise Refused(bad_request(f"{name} has {tokens} tokens; {why}", code=code, param=name, side=worker.role))
 
 
 def refusal(leg: Leg, said: WorkerAnswer) -> Failure:

@@ -93,15 +93,10 @@ class FrontConnection(asyncio.Protocol):
         self.paused = False
         self.reading_since = 0.0  # a request has begun to arrive; 0: none
         self.lingering_since = 0.0  # closed for writing, reading what the client still sends; 0: not
-        self._begin()
-
-    def _begin(self) -> None:
-        self._url = b""
+        self._url = self._body = b""
         self._headers: dict[bytes, bytes] = {}
-        self._body = b""
         self._parts: list[bytes] | None = None
-        self._size = 0
-        self._head_size = 0
+        self._head_size = self._size = 0
         self._head_done = False
         self._expect = False
         self._refusal: Cause | None = None
@@ -156,7 +151,11 @@ class FrontConnection(asyncio.Protocol):
     # --- httptools --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._begin()
+        self._url = self._body = b""
+        self._headers = {}
+        self._parts = None
+        self._head_size = self._size = 0
+        self._head_done = False
         self.reading_since = self._router.now
 
     def on_url(self, url: bytes) -> None:

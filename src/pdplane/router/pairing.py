@@ -39,6 +39,7 @@ class Pairing:
         self._alone = fallback or not (prefills or decodes)
         self._ready_prefills: tuple[Worker, ...] = ()
         self._ready_aggregated: tuple[Worker, ...] = ()
+        self._only: Pair | None = None  # where there is but one pair
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -50,12 +51,16 @@ class Pairing:
             prefill.partners = tuple(d for d in ready if clash(prefill, d) is None) if prefill.ready else ()
         self._ready_prefills = tuple(p for p in self.prefills if p.partners)
         self._ready_aggregated = tuple(w for w in self.aggregated if w.ready) if self._alone else ()
+        pairs = [Pair(p, d) for p in self._ready_prefills for d in p.partners]
+        self._only = pairs[0] if len(pairs) == 1 else None
 
     @property
     def ready(self) -> bool:
         return bool(self._ready_prefills or self._ready_aggregated)
 
     def choose(self, excluded: Collection[str] = NOBODY) -> Pair | None:
+        if self._only is not None and not excluded:
+            return self._only
         prefills = self._ready_prefills
         if excluded:
             prefills = tuple(p for p in prefills if any(d.url not in excluded for d in p.partners))

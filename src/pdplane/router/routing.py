@@ -9,7 +9,7 @@ import secrets
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from pdplane.core.errors import Cause, Refused, bad_request, busy
+from pdplane.core.errors import Cause, Refused, bad_request, busy, unavailable
 
 from . import views
 from .answers import error_answer
@@ -64,6 +64,7 @@ class Router:
         self.fronts: set[FrontConnection] = set()
         self._prefix = f"pd-{secrets.token_hex(4)}-"
         self._counter = 0
+        self._full_timeout_line = b"x-request-timeout: %.3f\r\ncontent-length: " % config.request_timeout_s
         self._key = f"Bearer {config.api_key}".encode() if config.api_key else b""
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class Router:
             self._generate(front, incoming)
         else:
             status, answer = views.answer(self, incoming, close=not front.keep)
-            self.metrics.answers[path if status not in (404, 405) else "other", status] += 1
+            self.metrics.answers[views.route_of(path), status] += 1
             front.respond(answer)
 
     def _generate(self, front: FrontConnection, incoming: Incoming) -> None:
@@ -90,11 +91,13 @@ class Router:
             cause = busy(f"{limit} requests are in flight, the router's limit; try again later", side="router")
             self.refuse(front, incoming.path, cause)
             return
-        try:
-            timeout_s = self._timeout(incoming)
-        except Refused as refused:
-            self.refuse(front, incoming.path, refused.cause)
-            return
+        timeout_s = self.config.request_timeout_s
+        if b"x-request-timeout" in incoming.headers:
+            try:
+                timeout_s = self._timeout(incoming.headers[b"x-request-timeout"])
+            except Refused as refused:
+                self.refuse(front, incoming.path, refused.cause)
+                return
         exchange = Exchange(self, front, incoming, timeout_s)
         front.current = exchange
         exchange.start()
@@ -103,10 +106,7 @@ class Router:
         self.metrics.answers[path if path in GENERATION else "other", cause.status] += 1
         front.respond(error_answer(cause, headers=front.connection_header()))
 
-    def _timeout(self, incoming: Incoming) -> float:
-        given = incoming.headers.get(b"x-request-timeout")
-        if given is None:
-            return self.config.request_timeout_s
+    def _timeout(self, given: bytes) -> float:
         try:
             timeout_s = float(given)
         except ValueError:
@@ -120,6 +120,12 @@ class Router:
                 )
             )
         return min(timeout_s, self.config.request_timeout_s)
+
+    def timeout_line(self, left_s: float) -> bytes:
+        """The header that tells a worker the time left, and the beginning of the next one."""
+        if left_s == self.config.request_timeout_s:
+            return self._full_timeout_line
+        return b"x-request-timeout: %.3f\r\ncontent-length: " % left_s
 
     def _authorised(self, incoming: Incoming) -> bool:
         return hmac.compare_digest(incoming.headers.get(b"authorization", b""), self._key)
@@ -150,6 +156,9 @@ class Router:
                 del self.labels[label]
         if self.stopping and not self.active:
             self._idle.set()
+
+    def stopped(self) -> Cause:
+        return unavailable("router_stopping", "the router is stopping; send the request again", side="router")
 
     async def idle(self) -> None:
         """No request is without a verdict (only once `stopping` is set)."""

@@ -7,8 +7,6 @@ import contextlib
 import logging
 import signal
 
-from pdplane.core.errors import unavailable
-
 from .config import RouterConfig
 from .front import FrontConnection
 from .health import Watch
@@ -62,9 +60,7 @@ class RouterServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(router.idle(), self.config.stop_grace_s if grace_s is None else grace_s)
         for exchange in list(router.active.values()):
-            exchange.cancel(
-                unavailable("router_stopping", "the router is stopping; send the request again", side="router")
-            )
+            exchange.cancel(router.stopped())
         for exchange in list(router.draining):
             exchange.expired()
         router.outbox.flush()

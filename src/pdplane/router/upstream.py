@@ -48,6 +48,7 @@ class Leg(asyncio.Protocol):
         "exchange",
         "held",
         "idle_since",
+        "paused",
         "reused",
         "status",
         "transport",
@@ -65,6 +66,7 @@ class Leg(asyncio.Protocol):
         self.attempt = 0
         self.reused = False
         self.idle_since = 0.0
+        self.paused = False
         self._reset()
 
     def _reset(self) -> None:
@@ -78,6 +80,16 @@ class Leg(asyncio.Protocol):
         """Take the leg for this attempt and send its request."""
         self.exchange, self.attempt = exchange, attempt
         self._outbox.write(self, data)
+
+    def pause(self, paused: bool) -> None:
+        """Read no further, or again. A leg never goes back to the pool paused."""
+        if paused is self.paused or self.transport is None:
+            return
+        self.paused = paused
+        if paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
 
     # --- ending ---------------------------------------------------------------------------------------------
 
@@ -98,6 +110,7 @@ class Leg(asyncio.Protocol):
         if not self._keep or self.transport is None or exchange is None:
             self.discard()
             return
+        self.pause(False)
         self.reused = True
         self._reset()
         self.idle_since = exchange.router.now
@@ -239,7 +252,7 @@ class Dial:
                 _, leg = await asyncio.get_running_loop().create_connection(
                     lambda: kind(worker, router.outbox), worker.address.host, worker.address.port
                 )
-        except (OSError, TimeoutError) as error:
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError; a host that is no name, a ValueError
             if self.exchange is not None:
                 self._fail(exchange, kind.side, error)
             return
@@ -248,7 +261,7 @@ class Dial:
             return
         exchange.dialled(self, leg, self._data)
 
-    def _fail(self, exchange: Exchange, side: str, error: OSError | TimeoutError) -> None:
+    def _fail(self, exchange: Exchange, side: str, error: Exception) -> None:
         why = "connection refused" if isinstance(error, ConnectionRefusedError) else str(error) or "connect timed out"
         cause = Cause("upstream_unreachable", f"{side} {self.worker.url}: {why}", 502, retryable=True, side=side)
         exchange.leg_failed(self, Failure(cause=cause))

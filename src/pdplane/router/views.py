@@ -10,9 +10,10 @@ import msgspec
 
 import pdplane
 from pdplane.core.errors import Cause, bad_request
+from pdplane.wire.errors import error_body, error_detail
 
 from .answers import answer as plain_answer
-from .answers import error_body, json_answer
+from .answers import json_answer
 from .metrics import per_worker, single
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ def answer(router: Router, incoming: Incoming, *, close: bool) -> Answer:
     return _error(Cause("not_found", f"there is no {path}; see /server_info for the routes", 404, side="router"), close)
 
 
+def route_of(path: str) -> str:
+    """`path` as a metric's label: one of the routes, or "other"."""
+    if path.startswith("/requests/"):
+        return "/requests/{id}"
+    return path if path in _GET or path == "/abort_request" else "other"
+
+
 def _head_only(whole: Answer, method: str) -> Answer:
     status, data = whole
     return (status, data[: data.index(b"\r\n\r\n") + 4]) if method == "HEAD" else whole
@@ -67,9 +75,9 @@ def _health(router: Router, close: bool) -> Answer:
 
 
 def _ready(router: Router, close: bool) -> Answer:
-    missing = "the router is stopping" if router.stopping else router.pairing.missing()
-    if missing:
-        return _json({"ready": False, "missing": missing}, close, 503)
+    cause = router.stopped() if router.stopping else router.pairing.not_ready()
+    if router.stopping or not router.pairing.ready:
+        return _json({"ready": False, "missing": cause.message, "error": error_detail(cause)}, close, 503)
     return _json({"ready": True, "missing": ""}, close)
 
 

@@ -192,18 +192,22 @@ def _ack_of_the_dead(stack: ExitStack) -> None:
 
 
 BROKEN: dict[str, Broken] = {
-    "free_at_abort": Broken("pages freed when a request is aborted", _free_at_abort, 20, "cancels", False),
+    "free_at_abort": Broken("pages are freed when a request is aborted", _free_at_abort, 20, "cancels", False),
     "success_at_submit": Broken("success before the bytes are visible", _success_at_submit, 20, "cancels"),
     "resync_to_successor": Broken(
-        "a restarted prefill taken for the granted one", _resync_to_successor, 100, "ghost_writes", False
+        "a restarted prefill is taken for the granted one", _resync_to_successor, 150, "ghost_writes", False
     ),
-    "lost_identity_check": Broken("frames of another grant or process count", _lost_identity_check, 40, "stray_frames"),
-    "freed_in_flight": Broken("prefill frees pages that a step or a write still uses", _freed_in_flight, 20, "cancels"),
+    "lost_identity_check": Broken(
+        "frames of another grant or process count", _lost_identity_check, 20, "stray_frames", False
+    ),
+    "freed_in_flight": Broken(
+        "prefill frees pages that a step or a write still uses", _freed_in_flight, 40, "cancels+tight_pools"
+    ),
     "no_tombstone": Broken("a finished room is forgotten", _no_tombstone, 20, "duplicate_rooms"),
     "double_grant": Broken("one page in two grants", _double_grant, 20, "tight_pools"),
     "silent_failure": Broken("prefill's failure does not cross", _silent_failure, 40, "late_legs"),
-    "second_verdict": Broken("a request answered twice", _second_verdict, 20, "cancels"),
-    "proof_by_clock": Broken("pages freed by the drain limit", _proof_by_clock, 100, "ghost_writes", False),
+    "second_verdict": Broken("a request is answered twice", _second_verdict, 20, "cancels"),
+    "proof_by_clock": Broken("the drain limit frees pages", _proof_by_clock, 150, "ghost_writes", False),
     "ack_of_the_dead": Broken("a dead peer counts as quiet", _ack_of_the_dead, 40, "ghost_writes", False),
 }
 

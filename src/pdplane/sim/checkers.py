@@ -71,6 +71,7 @@ class Pages:
         self._held: dict[Instance, dict[PageId, Hold]] = {}
         self._armed: dict[tuple[Instance, GrantNo], tuple[PageId, ...]] = {}
         self._granting: dict[Instance, Rid] = {}
+        self._taken: set[Rid] = set()  # as complete, by decode
 
     def forget(self, instance: Instance) -> None:
         self._held.pop(instance, None)
@@ -81,6 +82,8 @@ class Pages:
             case Note(rid, _, state):
                 if state == "Granted":
                     self._granting[me] = rid
+                elif state == "Success":
+                    self._taken.add(rid)
                 elif state == "Gone" or (state == "Sent" and who.side == "prefill"):
                     self._release(me, rid)
             case ArmGrant(grant, _, pages):
@@ -125,7 +128,8 @@ class Pages:
                 text = f"{me}: a write under grant {grant} landed in page {pair.dst} of {hold.rid} ({owner})"
                 raise Violation("O4", text)
             if hold.closed:
-                raise Violation("O3", f"{me}: a write landed in page {pair.dst} after {hold.rid} was taken as complete")
+                rule, when = ("O3", "was taken as complete") if hold.rid in self._taken else ("O4", "had given it up")
+                raise Violation(rule, f"{me}: a write landed in page {pair.dst} after {hold.rid} {when}")
             work = works[hold.rid]
             index = granted.index(pair.dst)
             if tag != work.tag(index):

@@ -19,7 +19,7 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     restart_after_s: float
     ghosts: bool = False
-    ghost_within_s: float = 40.0
+    ghost_within_s: float = 60.0
 
 
 class Freeze(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,8 @@ class RegistryDown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrayFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """A DRAINED or SUCCESS for a live room turns up on its session, from an earlier process or for another grant."""
+    """A DRAINED or SUCCESS turns up on the session of a room that waits for just that, from an earlier process or for
+    another grant. Strikes at the first chance after `at_s`."""
 
     decode: str
     at_s: float
@@ -91,7 +92,25 @@ class StrayFrame(msgspec.Struct, frozen=True, kw_only=True):
     wrong: str  # "grant" | "instance"
 
 
-Fault = Crash | Freeze | Partition | SessionLoss | SlowLink | SlowTransfer | LostMoves | RegistryDown | StrayFrame
+class DrainWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator drains a worker: no new rooms."""
+
+    process: str
+    at_s: float
+
+
+Fault = (
+    Crash
+    | DrainWorker
+    | Freeze
+    | LostMoves
+    | Partition
+    | RegistryDown
+    | SessionLoss
+    | SlowLink
+    | SlowTransfer
+    | StrayFrame
+)
 
 SPAN_S = 6.0  # requests arrive, and faults strike, within this time
 
@@ -166,7 +185,7 @@ def _registry_down(rng: Random, fleet: Fleet) -> list[Fault]:
 
 
 def _stray_frames(rng: Random, fleet: Fleet) -> list[Fault]:
-    return [
+    strays: list[Fault] = [
         StrayFrame(
             decode=rng.choice(fleet[1]),
             at_s=_when(rng),
@@ -175,6 +194,7 @@ def _stray_frames(rng: Random, fleet: Fleet) -> list[Fault]:
         )
         for _ in range(rng.randint(10, 30))
     ]
+    return strays + _slow_transfer(rng, fleet)
 
 
 Strike = Callable[[Random, Fleet], list[Fault]]
@@ -197,6 +217,7 @@ PATTERNS: dict[str, Strike] = {
     "late_legs": lambda rng, fleet: [],
     "registry_down": _registry_down,
     "stray_frames": _stray_frames,
+    "draining": lambda rng, fleet: [DrainWorker(process=rng.choice(fleet[0] + fleet[1]), at_s=_when(rng))],
 }
 """What strikes a fleet, by name. Patterns also shape the requests: see plan.py. ``mixed`` is several of these."""
 

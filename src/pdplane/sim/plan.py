@@ -9,7 +9,20 @@ import msgspec
 from pdplane.core.ids import Room
 from pdplane.core.node import Limits
 
-from .faults import MIXED, PATTERN_NAMES, PATTERNS, SPAN_S, Crash, Fault, Freeze, LostMoves, StrayFrame, strikes
+from .faults import (
+    MIXED,
+    PATTERN_NAMES,
+    PATTERNS,
+    SPAN_S,
+    Crash,
+    DrainWorker,
+    Fault,
+    Freeze,
+    LostMoves,
+    SlowTransfer,
+    StrayFrame,
+    strikes,
+)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def calm_network(self) -> bool:
         """Nothing stands between a frame and its receiver."""
-        quiet = (LostMoves, StrayFrame)
+        quiet = (LostMoves, StrayFrame, SlowTransfer, DrainWorker)
         return all(isinstance(fault, quiet) for fault in self.faults)
 
     @property
@@ -72,14 +85,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) -> Plan:
     """The run of this seed. `pattern` and `fence` override what the seed would have drawn.
 
-    Raises ValueError for an unknown pattern.
+    Several patterns may be joined by "+". Raises ValueError for an unknown one.
     """
     rng = Random(f"plan {seed}")
     drawn = PATTERN_NAMES[seed % len(PATTERN_NAMES)]
     pattern = pattern or drawn
-    if pattern not in PATTERN_NAMES:
-        raise ValueError(f"there is no pattern {pattern!r}; choose one of {', '.join(PATTERN_NAMES)}")
-    patterns = tuple(rng.sample(list(PATTERNS), rng.randint(2, 4))) if pattern == MIXED else (pattern,)
+    patterns = tuple(pattern.split("+"))
+    if unknown := [name for name in patterns if name not in PATTERN_NAMES]:
+        raise ValueError(f"there is no pattern {unknown[0]!r}; choose one of {', '.join(PATTERN_NAMES)}")
+    if MIXED in patterns:
+        patterns = tuple(rng.sample(list(PATTERNS), rng.randint(2, 4)))
     prefills = tuple(f"p{i}" for i in range(rng.choice((1, 1, 2))))
     decodes = tuple(f"d{i}" for i in range(rng.choice((1, 1, 2))))
     drawn_fence = rng.random() < 0.5
@@ -109,7 +124,8 @@ def _limits(rng: Random, tight: bool, page_size: int) -> Limits:
 
 def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple[Request, ...]:
     calm = patterns == ("calm",)
-    leaving = 0.0 if calm else 0.6 if "cancels" in patterns else 0.15
+    leaving = 0.0 if calm else 0.6 if {"cancels", "stray_frames"} & set(patterns) else 0.15
+    second_wave = rng.random() < (0.8 if "ghost_writes" in patterns else 0.3)  # comes when drain limits have passed
     requests: list[Request] = []
     for number in range(rng.randint(12, 40)):
         prompt_tokens = rng.randint(1, min(24, most_tokens))
@@ -121,7 +137,7 @@ def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple
         requests.append(
             Request(
                 number=number,
-                at_s=rng.uniform(0.0, SPAN_S) if rng.random() < 0.7 else rng.choice((0.0, 1.0, 2.0)),
+                at_s=_arrival(rng, second_wave),
                 prompt=twin.prompt if twin and not duplicate else number,
                 prompt_tokens=twin.prompt_tokens if twin and not duplicate else prompt_tokens,
                 max_new=max_new,
@@ -135,6 +151,13 @@ def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple
             )
         )
     return tuple(requests)
+
+
+def _arrival(rng: Random, second_wave: bool) -> float:
+    """Spread out, or in bursts."""
+    if second_wave and rng.random() < 0.4:
+        return rng.uniform(30.0, 45.0)
+    return rng.uniform(0.0, SPAN_S) if rng.random() < 0.7 else rng.choice((0.0, 1.0, 2.0))
 
 
 def _leg_delay(rng: Random, patterns: tuple[str, ...]) -> float:

@@ -73,7 +73,7 @@ class World(Protocol):
 
     def posted(self, who: Process) -> None: ...
 
-    def torn_down(self, who: Process, peer: Instance) -> None: ...
+    def tear_down(self, who: Process, peer: Instance) -> None: ...
 
     def first_byte(self, who: Process, rid: Rid) -> None: ...
 
@@ -236,8 +236,7 @@ class Process:
             case CancelMoves(grant, peer):
                 self.mover.cancel(grant, peer)
             case Teardown(peer):
-                self.world.torn_down(self, peer)
-                self.mover.teardown(peer)
+                self.world.tear_down(self, peer)
             case _:
                 pass
 

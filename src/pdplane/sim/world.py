@@ -6,10 +6,21 @@ import heapq
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
+
 from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import Effect
 from pdplane.core.errors import Cause, unavailable
-from pdplane.core.events import ControlEndpoint, Event, FrameIn, Released, RouteFailed, RouteKnown
+from pdplane.core.events import (
+    ControlEndpoint,
+    Drain,
+    Event,
+    FrameIn,
+    OperatorRelease,
+    Released,
+    RouteFailed,
+    RouteKnown,
+)
 from pdplane.core.frames import Drained, Row, Success
 from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid, Seat
 from pdplane.core.receiver import Receiver
@@ -19,6 +30,7 @@ from .checkers import Ends, Pages, Violation, at_rest, conservation
 from .engine import Work
 from .faults import (
     Crash,
+    DrainWorker,
     Fault,
     Freeze,
     LostMoves,
@@ -62,6 +74,8 @@ class SimWorld:
         self._serial = 0
         self._registry_down: set[str] = set()
         self._slow_moves: dict[str, float] = {}
+        self._haunting: list[Batch] = []  # ghosts whose time is set
+        self._strays: dict[str, list[StrayFrame]] = {}
         self._last_fault_s = 0.0
         for name in (*plan.prefills, *plan.decodes):
             self._start(name)
@@ -97,9 +111,10 @@ class SimWorld:
         self._until(self._all_over, bound)
         if not self.router.all_done:
             self._name_the_hanging(bound)
-        rest = self.now + REST_S + (40.0 if self.fabric.pending else 0.0)
+        rest = self.now + REST_S + (60.0 if self.fabric.pending else 0.0)
         self._until(lambda: self.now >= rest, rest)
         self._check_rest()
+        self._check_release()
 
     def _all_over(self) -> bool:
         return self.now >= self._last_fault_s and self.router.all_done and self.ends.running == 0
@@ -137,6 +152,14 @@ class SimWorld:
                     raise Violation("rest", f"{process.instance}'s engine still has {list(process.engine.jobs)}")
         self._check_verdicts()
 
+    def _check_release(self) -> None:
+        """What is quarantined now can be given back by an operator, and then nothing is missing."""
+        for process in self.processes.values():
+            if process.alive and isinstance(process.node, DecodeNode):
+                for receiver in list(process.node.rooms.live.values()):
+                    process.post(OperatorRelease(receiver.grant))
+                at_rest(process, msgspec.structs.replace(self.plan, faults=()))
+
     def _check_verdicts(self) -> None:
         for client in self.router.clients.values():
             cause = client.verdict
@@ -172,6 +195,8 @@ class SimWorld:
     def after(self, who: Process, event: Event, effects: Sequence[Effect]) -> None:
         self.trace.handled(self.now, who.instance, event, effects)
         conservation(who)
+        if strays := self._strays.get(who.name):
+            self._stray(who, strays)
 
     def first_byte(self, who: Process, rid: Rid) -> None:
         self.router.first_byte(rid)
@@ -219,10 +244,10 @@ class SimWorld:
 
     def _deliver(self, batch: Batch, who: Process, give_up_at: float) -> None:
         index = self._index(batch)
-        if index is None:
+        if index is None or batch.ghost is not None:  # a ghost has a time of its own
             return
         target = self.processes[str(batch.dst).partition("#")[0]]
-        if batch.ghost is None and self._stalled(who, target):
+        if self._stalled(who, target):
             if self.now < give_up_at:
                 self.at(self.now + 0.25, lambda: self._deliver(batch, who, give_up_at))
             elif not who.frozen:
@@ -249,17 +274,19 @@ class SimWorld:
         if placed:
             self.pages.landed(batch, tags, self.works)
 
-    def torn_down(self, who: Process, peer: Instance) -> None:
-        """A one-sided fabric flushes what it has begun: each write lands now, or never."""
-        if self.plan.fence:
-            return
-        for batch in [b for b in self.fabric.pending if b.src == who.instance and b.dst == peer and b.ghost is None]:
+    def tear_down(self, who: Process, peer: Instance) -> None:
+        """A one-sided fabric flushes what it has begun: each write lands now, or never. With a fence at the other end,
+        what has left may still arrive."""
+        mine = [batch for batch in self.fabric.pending if batch.src == who.instance and batch.dst == peer]
+        for batch in mine if not self.plan.fence else ():
             index = self._index(batch)
             assert index is not None
             if self.rng.random() < 0.5:
                 self._land(batch, index, self.processes[str(peer).partition("#")[0]])
             else:
                 self.fabric.drop(index, "torn down")
+        who.mover.teardown(peer)
+        self._haunt(5.0, who.instance)
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -288,18 +315,17 @@ class SimWorld:
             case RegistryDown(process=name):
                 self._registry_down.add(name)
                 self.at(self.now + fault.for_s, lambda: self._registry_down.discard(name))
-            case StrayFrame():
-                self._stray(fault)
+            case StrayFrame(decode=name):
+                self._strays.setdefault(name, []).append(fault)
+            case DrainWorker(process=name):
+                self.process(name).post(Drain())
 
     def _crash(self, fault: Crash) -> None:
         process = self.process(fault.process)
         if not process.alive:
             return
         self.fabric.crash(process.instance, keep=fault.ghosts)
-        for batch in self.fabric.pending:
-            if batch.src == process.instance:
-                when = self.now + self.uniform(0.0, fault.ghost_within_s)
-                self.at(when, lambda batch=batch: self._ghost(batch, process))  # type: ignore[misc]
+        self._haunt(fault.ghost_within_s, process.instance)
         self.network.process_died(process)
         process.die()
         self.pages.forget(process.instance)
@@ -307,8 +333,17 @@ class SimWorld:
         self.router.worker_died(process)
         self.at(self.now + fault.restart_after_s, lambda: self._start(fault.process))
 
-    def _ghost(self, batch: Batch, who: Process) -> None:
-        self._deliver(batch, who, self.now)
+    def _haunt(self, within_s: float, src: Instance) -> None:
+        """Every ghost of this instance that has no time yet gets one."""
+        for batch in self.fabric.pending:
+            if batch.src == src and batch.ghost is not None and batch not in self._haunting:
+                self._haunting.append(batch)
+                self.at(self.now + self.uniform(0.0, within_s), lambda batch=batch: self._ghost(batch))  # type: ignore[misc]
+
+    def _ghost(self, batch: Batch) -> None:
+        self._haunting.remove(batch)
+        if (index := self._index(batch)) is not None:
+            self._land(batch, index, self.processes[str(batch.dst).partition("#")[0]])
 
     def _freeze(self, process: Process, for_s: float) -> None:
         if process.frozen or not process.alive:
@@ -322,11 +357,12 @@ class SimWorld:
             if batch.src == process.instance and batch.ghost is None:
                 self.fabric.drop(index)
 
-    def _stray(self, fault: StrayFrame) -> None:
+    def _stray(self, who: Process, strays: list[StrayFrame]) -> None:
         """A frame that no honest session carries: right room, wrong grant or wrong process."""
-        node = self.process(fault.decode).node
+        node = who.node
         assert isinstance(node, DecodeNode)
-        rooms = [receiver for receiver in node.rooms.live.values() if receiver.pages and receiver.holders]
+        waiting = [receiver for receiver in node.rooms.live.values() if receiver.pages and receiver.holders]
+        rooms = [receiver for receiver in waiting if receiver.state == "Draining" or strays[0].kind == "success"]
         if not rooms:
             return
         receiver = rooms[int(self.rng.random() * len(rooms))]
@@ -334,11 +370,12 @@ class SimWorld:
         conn = node.members.conn(seat)
         if conn is None:
             return
+        fault = strays.pop(0)
         seat_and_grant = (seat, GrantNo(receiver.grant + 1000))
         if fault.wrong == "instance":
             seat_and_grant = (Seat(Instance(f"{seat.instance} before"), seat.rank), receiver.grant)
         frame = _stray_frame(fault.kind, receiver, node.instance, *seat_and_grant)
-        self.process(fault.decode).post(FrameIn(conn, frame))
+        who.at(self.now + self.uniform(0.0, 0.001), lambda: who.post(FrameIn(conn, frame)))
 
 
 def _stray_frame(kind: str, receiver: Receiver, to: Instance, seat: Seat, grant: GrantNo) -> Drained | Success:

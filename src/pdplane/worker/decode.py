@@ -24,7 +24,7 @@ from pdplane.core.effects import (
 )
 from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, GrantQuiet, LegArrived, PagesLanded, RouteFailed, RouteKnown
-from pdplane.core.frames import PromptId, Row
+from pdplane.core.frames import PromptId
 from pdplane.core.ids import Instance, Rank
 from pdplane.core.layout import Stamp
 from pdplane.core.session import Identity
@@ -34,11 +34,10 @@ from pdplane.transport.tcp_landing import TcpLanding
 
 from .config import WorkerConfig
 from .control import ControlNet
-from .engine import EngineRequest, ModelSpec, Token, Tokenizer
+from .engine import EngineRequest, ModelSpec, Tokenizer
 from .lookup import find_ranks
 from .service import Generation
-from .shell import Shell
-from .text import spell
+from .shell import Shell, first_token
 
 log = logging.getLogger(__name__)
 
@@ -138,16 +137,7 @@ class DecodeShell(Shell[DecodeNode]):
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
-                    job.cached_tokens = row.cached_tokens
-                    tokens = [first_token(row)]
-                    spelled = spell(
-                        self.tokenizer,
-                        job.text,
-                        [row.first_token],
-                        row.finish_reason,
-                        min_tokens=job.generation.sampling.min_tokens,
-                    )
-                    self._push(job, spelled.text, tokens, spelled.finish, spelled.matched_stop)
+                    self._push_row(job, row, row.finish_reason)
             case _:
                 raise AssertionError(effect)
 
@@ -194,7 +184,3 @@ class DecodeShell(Shell[DecodeNode]):
             "control_sessions": node.members.sessions(),
             "bad_data_frames": self.landing.bad_frames,
         }
-
-
-def first_token(row: Row) -> Token:
-    return Token(row.first_token, row.logprob, row.top_logprobs)

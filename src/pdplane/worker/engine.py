@@ -99,9 +99,11 @@ class Engine(Protocol):
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
         """More pages for a running request; unknown rids are ignored."""
 
-    def abort(self, rid: Rid) -> None:
-        """From any thread. The request's last output (finish "abort") comes with the running or the next step; the
-        running step is cut between two layers where nothing else shares it. Unknown rids are ignored."""
+    def abort(self, rid: Rid) -> bool:
+        """From any thread. True: the running step, if any, is not at work on it; its pages are touched no more and no
+        output follows. False: its last output (finish "abort") comes with the running or the next step; the running
+        step is cut between two layers where nothing else shares it. Unknown rids are ignored (False)."""
+        ...
 
     def busy(self) -> bool:
         """True where `step` would do something."""

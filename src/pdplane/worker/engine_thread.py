@@ -64,7 +64,8 @@ class _Sample(msgspec.Struct):
 
 
 class EngineThread:
-    """`post` is called on this thread, after an add that has something to say and after each step; it must not block.
+    """`post` is called on this thread, after an add that has something to say and after each step, and on that of
+    whoever aborts what the engine is not at work on; it must not block.
 
     Without `start`, a test drives the loop by `turn`.
     """
@@ -82,8 +83,9 @@ class EngineThread:
         self._post = post
         self._clock = clock
         self._inbox: SimpleQueue[_Add | _Extend | _Wake] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _live and _aborted: callers' threads and this one
+        self._lock = threading.Lock()  # guards _live, _queued and _aborted: callers' threads and this one
         self._live: set[Rid] = set()
+        self._queued: set[Rid] = set()  # of these, in the inbox: the engine has never seen them
         self._aborted: set[Rid] = set()
         self._samples: dict[Rid, _Sample] = {}  # this thread's own: what the engine holds
         self._stopping = False
@@ -107,19 +109,27 @@ class EngineThread:
             if request.rid in self._live:
                 raise ValueError(f"rid {request.rid!r} is already running")
             self._live.add(request.rid)
+            self._queued.add(request.rid)
         self._inbox.put(_Add(request, text, prior or [Token(token) for token in request.prior]))
 
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
         self._inbox.put(_Extend(rid, pages))
 
     def abort(self, rid: Rid) -> None:
-        """Effective at once, also where the add has not been seen yet. A rid that is not live is ignored."""
+        """Effective at once. What the running step is not at work on (in the inbox, or waiting in the engine) is
+        released at once too: it does not wait for other requests' step. A rid that is not live is ignored."""
         with self._lock:
             if rid not in self._live:
                 return
-            self._aborted.add(rid)
-        self._engine.abort(rid)
-        self._inbox.put(_Wake())
+            queued = rid in self._queued
+            if queued:
+                self._drop(rid)
+            else:
+                self._aborted.add(rid)
+        if queued or self._engine.abort(rid):
+            self._send([self._let_go(rid)])
+        else:
+            self._inbox.put(_Wake())
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends after the running step; what is live is emitted as aborted and released. Waits up to `timeout_s`."""
@@ -172,8 +182,10 @@ class EngineThread:
 
     def _admit(self, message: _Add) -> list[Emission]:
         request = message.request
-        if not self._is_live(request.rid):  # given up while it was in the inbox
-            return []
+        with self._lock:
+            if request.rid not in self._queued:  # aborted or given up while it was in the inbox
+                return []
+            self._queued.discard(request.rid)
         spelling = Spelling(self._tokenizer, message.text, request.sampling.min_tokens)
         sample = _Sample(spelling, request.computed, request.prefill_only)
         opening = self._open(request, sample, message.prior)
@@ -199,15 +211,16 @@ class EngineThread:
         return opening
 
     def _hand_over(self, request: EngineRequest, sample: _Sample, opening: Emission) -> list[Emission]:
+        self._samples[request.rid] = sample
         try:
             self._engine.add(request)
         except Exception as error:
             log.exception("the engine refused request %s", request.rid)
             self._forget(request.rid)
             return [self._final(request, finish="error", error=_reason(error))]
-        self._samples[request.rid] = sample
-        if self._was_aborted(request.rid):  # an abort between the look and the add fell on an unknown rid
-            self._engine.abort(request.rid)
+        # An abort between the look and the add fell on a rid that the engine did not know.
+        if self._was_aborted(request.rid) and self._engine.abort(request.rid):
+            return [self._let_go(request.rid)]
         return [opening] if opening.tokens else []
 
     def _step(self) -> list[Emission]:
@@ -236,8 +249,9 @@ class EngineThread:
         emission = self._spell(sample, output)
         emission.released = released
         sample.finished = emission.finish is not None
-        if sample.finished and not released:
-            self._engine.abort(output.rid)
+        if sample.finished and not released and self._engine.abort(output.rid):
+            emission.released = True
+            self._forget(output.rid)
         return [emission]
 
     def _spell(self, sample: _Sample, output: StepOutput) -> Emission:
@@ -265,17 +279,22 @@ class EngineThread:
             self.broken = f"the engine failed {self._failed_steps} steps in a row: {reason}"
             return self._give_up("error", self.broken)
         emissions = []
-        for rid, sample in self._samples.items():
-            self._engine.abort(rid)
+        for rid, sample in list(self._samples.items()):
+            emission = Emission(rid=rid, computed=sample.computed, released=self._engine.abort(rid))
+            if emission.released:
+                self._forget(rid)
             if not sample.finished:
                 sample.finished = True
-                emissions.append(Emission(rid=rid, computed=sample.computed, finish="error", error=reason))
+                emission.finish, emission.error = "error", reason
+            if emission.released or emission.finish:
+                emissions.append(emission)
         return emissions
 
     def _give_up(self, finish: str, error: str) -> list[Emission]:
         """No step follows: all that is live ends and is released."""
         with self._lock:
-            rids, self._live, self._aborted = sorted(self._live), set(), set()
+            rids = sorted(self._live)
+            self._live, self._queued, self._aborted = set(), set(), set()
         samples, self._samples = self._samples, {}
         emissions = []
         for rid in rids:
@@ -286,19 +305,29 @@ class EngineThread:
             emissions.append(emission if said else msgspec.structs.replace(emission, finish=finish, error=error))
         return emissions
 
-    def _is_live(self, rid: Rid) -> bool:
-        with self._lock:
-            return rid in self._live
-
     def _was_aborted(self, rid: Rid) -> bool:
         with self._lock:
             return rid in self._aborted
 
+    def _let_go(self, rid: Rid) -> Emission:
+        """The release of what the engine has just dropped, or never had."""
+        sample = self._samples.get(rid)
+        self._forget(rid)
+        emission = Emission(rid=rid, released=True, computed=sample.computed if sample else 0)
+        if sample is None or not sample.finished:
+            emission.finish = "abort"
+        return emission
+
     def _forget(self, rid: Rid) -> None:
         self._samples.pop(rid, None)
         with self._lock:
-            self._live.discard(rid)
-            self._aborted.discard(rid)
+            self._drop(rid)
+
+    def _drop(self, rid: Rid) -> None:
+        """Under the lock."""
+        self._live.discard(rid)
+        self._queued.discard(rid)
+        self._aborted.discard(rid)
 
     def _final(self, request: EngineRequest, *, finish: str, error: str = "") -> Emission:
         return Emission(rid=request.rid, computed=request.computed, finish=finish, error=error, released=True)

@@ -30,7 +30,6 @@ from .engine import EngineRequest, ModelSpec, Token, Tokenizer
 from .engine_thread import Emission
 from .service import Generation
 from .shell import Shell
-from .text import spell
 
 
 class PrefillShell(Shell[PrefillNode]):
@@ -95,13 +94,7 @@ class PrefillShell(Shell[PrefillNode]):
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
-                    job.cached_tokens = row.cached_tokens
-                    end = row.finish_reason or "length"
-                    spelled = spell(
-                        self.tokenizer, job.text, [row.first_token], end, min_tokens=job.generation.sampling.min_tokens
-                    )
-                    first = Token(row.first_token, row.logprob, row.top_logprobs)
-                    self._push(job, spelled.text, [first], spelled.finish, spelled.matched_stop)
+                    self._push_row(job, row, row.finish_reason or "length")
             case _:
                 raise AssertionError(effect)
 

@@ -84,7 +84,6 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(1024)
     except (OSError, OverflowError) as error:
         sock.close()
         raise BadSetting(

@@ -23,7 +23,7 @@ from pdplane import __version__
 from pdplane.core.effects import AbortEngine, Alarm, AnswerFailed, Count, Effect, ExtendPages, Note
 from pdplane.core.errors import Cause, Refused, aborted
 from pdplane.core.events import Cancel, Computed, Drain, Event, Released, Tick
-from pdplane.core.frames import PromptId
+from pdplane.core.frames import PromptId, Row
 from pdplane.core.ids import Instance, Rid
 from pdplane.core.layout import Stamp
 from pdplane.core.node import Node
@@ -35,7 +35,7 @@ from pdplane.transport.pool import PagePool
 from .engine import EngineRequest, ModelSpec, Token, Tokenizer
 from .engine_thread import Emission, EngineThread
 from .service import Chunk, Generation, Stream
-from .text import TextOptions
+from .text import TextOptions, spell
 
 log = logging.getLogger(__name__)
 
@@ -388,6 +388,19 @@ class Shell(Generic[N]):
         if job.stream.ended:
             self._drop(job.generation.rid, finish or "ended")
 
+    def _push_row(self, job: Job, row: Row, end: str | None) -> None:
+        """The answer of a leg that is over with prefill's token. The row says that a stop ended it, not which kind: no
+        stop token means a stop string, and then the text shows it."""
+        sampling = job.generation.sampling
+        stop_tokens = (
+            sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.model.eos_ids)
+        )
+        if end == "stop" and row.first_token not in stop_tokens:
+            end = "length"
+        spelled = spell(self.tokenizer, job.text, [row.first_token], end, min_tokens=sampling.min_tokens)
+        job.cached_tokens = row.cached_tokens
+        self._push(job, spelled.text, [first_token(row)], spelled.finish, spelled.matched_stop)
+
     def _answer_failed(self, rid: Rid, cause: Cause) -> None:
         job = self.jobs.get(rid)
         if job is None:
@@ -432,6 +445,10 @@ class Shell(Generic[N]):
         for fault in faults:
             self._do(Alarm(f"conservation: {fault}"))
         return faults
+
+
+def first_token(row: Row) -> Token:
+    return Token(row.first_token, row.logprob, row.top_logprobs)
 
 
 def prompt_id(prompt: Sequence[int]) -> PromptId:

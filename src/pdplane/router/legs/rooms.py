@@ -19,6 +19,7 @@ from ..worker import Worker
 
 _encode = msgspec.json.Encoder().encode
 _random = random.Random(random.SystemRandom().getrandbits(256))
+_bits = _random.getrandbits
 
 
 def mint_room(bits: random.Random = _random) -> Room:
@@ -29,7 +30,7 @@ def mint_room(bits: random.Random = _random) -> Room:
 def mint_rooms(count: int) -> tuple[Room, ...]:
     """`count` rooms, all distinct."""
     if count == 1:
-        return (mint_room(),)
+        return (Room(_bits(63) or MAX_ROOM),)
     rooms: dict[Room, None] = {}
     while len(rooms) < count:
         rooms[mint_room()] = None
@@ -87,13 +88,14 @@ class PrefillLeg(Leg):
 class DecodeLeg(Leg):
     """Its head is held until the first byte of its body; then its bytes go to the client as they come."""
 
-    __slots__ = ("_tail", "_unframer", "streaming")
+    __slots__ = ("_body_at", "_tail", "_unframer", "streaming")
 
     side = "decode"
 
     def _reset(self) -> None:
         super()._reset()
         self.streaming = False
+        self._body_at = 0  # where the body begins in what is held
         self._tail = b""
         self._unframer: Unframer | None = None
 
@@ -118,12 +120,10 @@ class DecodeLeg(Leg):
         """Whether the first byte of a 2xx body is here, or its whole answer."""
         self.held = held = self.held + data if self.held else data
         if 200 <= self.status < 300:
-            if self.complete:
-                return True
-            body = held.find(HEAD_END) + 4
-            if len(held) > body and b"chunked" in held[:body].lower():
+            self._body_at = body = held.find(HEAD_END) + 4
+            if not self.complete and len(held) > body and b"chunked" in held[:body].lower():
                 body = (held.find(b"\r\n", body) + 2) or len(held)
-            return len(held) > body
+            return self.complete or len(held) > body
         self.held = b""
         self._hold(held)
         if self.complete and self.exchange is not None:
@@ -144,7 +144,7 @@ class DecodeLeg(Leg):
     def take_held(self) -> bytes:
         """What has come of the body, as it is to be sent on; once, when the answer starts."""
         held = self.held
-        return held[held.find(HEAD_END) + 4 :] if self._unframer is None else self._unframer.feed(held)
+        return held[self._body_at :] if self._unframer is None else self._unframer.feed(held)
 
     def at_chunk_boundary(self) -> bool:
         """Whether a chunk may be added to what was forwarded: asked of the parser, by offering it the last chunk."""

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol, runtime_checkable
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pdplane.core.errors import Refused, deadline
+from pdplane.core.errors import Cause, Refused, deadline
+from pdplane.core.ids import Room
 
 from ..service import Service
 from .exchange import Exchange, error_response
 from .intake import Job, read_job
-from .pairing import check_request_id
+from .pairing import check_request_id, rooms_of
 from .receiving import ClientGone, deadline_of, read_body
 from .settings import HttpSettings
+
+
+@runtime_checkable
+class ToldOfRefusals(Protocol):
+    """A service with a peer that waits for its legs."""
+
+    def leg_refused(self, room: Room, cause: Cause) -> None: ...
 
 
 class Inference:
@@ -27,20 +36,26 @@ class Inference:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.monotonic()
+        headers = Headers(scope=scope)
         try:
-            job = await self._understand(Headers(scope=scope), receive)
-            streams = self._service.submit(job.generations)
+            body = await read_body(headers, receive, self._settings.body_limit_bytes)
         except Refused as refused:
             await error_response(refused.cause)(scope, receive, send)
+            return
         except ClientGone:
             return
+        try:
+            job = await self._understand(headers, body, arrived)
+            streams = self._service.submit(job.generations)
+        except Refused as refused:
+            await self._tell_peers(body, refused.cause)
+            await error_response(refused.cause)(scope, receive, send)
         else:
             await Exchange(job, streams, self._service.role).run(scope, receive, send)
 
-    async def _understand(self, headers: Headers, receive: Receive) -> Job:
-        """The job with its deadline, which counts from now. Raises Refused and ClientGone."""
-        arrived = time.monotonic()
-        body = await read_body(headers, receive, self._settings.body_limit_bytes)
+    async def _understand(self, headers: Headers, body: bytes, arrived: float) -> Job:
+        """The job with its deadline, which counts from its arrival. Raises Refused."""
         allowed_s = deadline_of(headers, self._settings.request_timeout_s)
         job = await self._read(body, check_request_id(headers.get("x-request-id")))
         left_s = allowed_s - (time.monotonic() - arrived)
@@ -49,6 +64,17 @@ class Inference:
         for generation in job.generations:
             generation.deadline_s = left_s
         return job
+
+    async def _tell_peers(self, body: bytes, cause: Cause) -> None:
+        """A refused leg of a pair: who waits for it at the other end hears why, as far as the body names its rooms."""
+        if not isinstance(self._service, ToldOfRefusals):
+            return
+        if len(body) <= self._settings.inline_body_bytes:
+            rooms = rooms_of(body)
+        else:
+            rooms = await asyncio.get_running_loop().run_in_executor(None, rooms_of, body)
+        for room in rooms:
+            self._service.leg_refused(room, cause)
 
     async def _read(self, body: bytes, request_id: str | None) -> Job:
         """Off the loop where it may take long (rule 6)."""

@@ -6,9 +6,12 @@ hand-off, so with several samples it is refused rather than counted up: a neighb
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from typing import NamedTuple
+
+import msgspec
 
 from pdplane.core.errors import Refused, bad_request
 from pdplane.core.ids import BadRoom, Rid, Room, parse_room
@@ -98,6 +101,26 @@ def _rooms(given: object, count: int, role: str) -> list[Room]:
     except BadRoom as error:
         raise invalid(str(error), "bootstrap_room", code="invalid_room") from None
     _refuse_twins(rooms, "bootstrap_room")
+    return rooms
+
+
+class _Rooms(msgspec.Struct):
+    bootstrap_room: object = None
+
+
+_named_rooms = msgspec.json.Decoder(_Rooms)
+
+
+def rooms_of(body: bytes) -> list[Room]:
+    """The rooms that a body names which was refused for whatever reason, as far as they can be read."""
+    try:
+        given = _named_rooms.decode(body).bootstrap_room
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+    rooms = []
+    for value in given if isinstance(given, list) else [given]:
+        with contextlib.suppress(BadRoom):
+            rooms.append(parse_room(value))
     return rooms
 
 

@@ -1,0 +1,305 @@
+"""`make bench-cancel`: requests dropped in every phase, and how soon their pages are free on each side.
+
+A reference run first; then the storm, by closed connections and by abort calls; then every figure must be back at its
+idle value within a second of the last drop, no ledger alarmed, and the reference prompts answered as before. Exit code
+1 where any of it fails. The time from disconnect to free pages comes from the workers' own records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import sys
+import time
+from typing import Any
+
+from client import Call, get, post
+from fleet import Fleet, Process, fleet
+from idle import not_idle, wait_idle
+from prompts import Writer, log_uniform, shares, tokenizer
+
+PATH = "/v1/completions"
+IDLE_LIMIT_S = 1.0
+ABORT_ANSWER_LIMIT_S = 2.0
+AIM_S = 0.150
+WORKER_ARGS = ("--batch-invariant", "--max-running", "4", "--pool-mb", "256")
+"""Few places and pages: queues form at prefill, for decode's pages and for its batch."""
+
+MOMENTS = (("at once", 5), ("timed", 24), ("first byte", 8), ("mid-stream", 16), ("last byte", 7))
+"""When a client means to leave, and how many parts of them do."""
+
+PHASES = (
+    "before headers", "waiting for pages", "queued at prefill", "computing", "moving", "waiting for the batch",
+    "running, no byte yet", "first byte", "mid-stream", "last byte", "over already",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Drop:
+    """One request to be dropped, and what became of it. Times are Unix seconds."""
+
+    call: Call
+    moment: str
+    by_abort: bool
+    after_s: float
+    after_tokens: int
+    dropped_at: float = 0.0
+    seen_tokens: int = 0
+    seen_finish: bool = False
+    fault: str = ""
+    phase: str = ""
+    freed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by side, since the drop
+    over_s: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200, help="how many are dropped [200]")
+    parser.add_argument("--concurrency", type=int, default=12, help="how many are in flight at once [12]")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with fleet(1, 1, worker_args=WORKER_ARGS) as running:
+        faults = asyncio.run(bench(running, options.requests, options.concurrency, random.Random(options.seed)))
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    print("violations: " + (str(len(faults)) if faults else "none"))
+    return 1 if faults else 0
+
+
+async def bench(running: Fleet, requests: int, concurrency: int, rng: random.Random) -> list[str]:
+    assert running.router is not None
+    url = running.router.url
+    writer = Writer(tokenizer(), rng, plain=True)
+    known = [(writer.ids(tokens), rng.randint(4, 16)) for tokens in log_uniform(20, 16, 300, rng)]
+    print(f"{len(known)} prompts, undisturbed")
+    expected = [await answer(url, prompt, most) for prompt, most in known]
+    drops = plan(url, writer, requests, rng)
+    print(f"{requests} requests at concurrency {concurrency}, each dropped", flush=True)
+    await storm(drops, concurrency)
+    last = max(drop.dropped_at for drop in drops)
+    _, left = await asyncio.to_thread(wait_idle, running, 10.0)
+    idle_s = time.time() - last
+    faults = [drop.fault for drop in drops if drop.fault]
+    faults += [f"not idle {idle_s:.1f} s after the last drop: {what}" for what in left]
+    if idle_s > IDLE_LIMIT_S:
+        faults.append(f"idle {idle_s:.2f} s after the last drop, the limit is {IDLE_LIMIT_S:g} s")
+    print(f"all figures idle {idle_s * 1000:.0f} ms after the last drop (limit {IDLE_LIMIT_S * 1000:.0f} ms)")
+    for drop in drops:
+        await look_up(running, drop)
+    report(drops)
+    faults += await long_prompt_left(running, url, writer)
+    after = await asyncio.gather(*(answer(url, prompt, most) for prompt, most in known))
+    wrong = sum(a != b for a, b in zip(expected, after, strict=True))
+    print(f"{len(known) - wrong} of {len(known)} prompts answered as before, at concurrency {len(known)}")
+    if wrong:
+        faults.append(f"{wrong} of {len(known)} answers differ from the undisturbed run")
+    await asyncio.to_thread(wait_idle, running, 5.0)
+    return faults + not_idle(running) + errors_logged(running)
+
+
+async def answer(url: str, prompt: list[int], most: int) -> tuple[int, str, str]:
+    call = Call(url, PATH, body(prompt, most, stream=True))
+    await call.send()
+    await call.read_all()
+    return call.status, call.text, call.finish
+
+
+def body(prompt: list[int], most: int, *, stream: bool) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": stream, "ignore_eos": True}
+
+
+# --- the storm --------------------------------------------------------------------------------------------------------
+
+
+def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]:
+    drops = []
+    lengths = log_uniform(count, 16, 1500, rng)
+    for number, moment in enumerate(shares(count, MOMENTS, rng)):
+        most = rng.randint(8, 32)
+        stream = moment in ("first byte", "mid-stream", "last byte") or rng.random() < 0.7
+        after_s = rng.uniform(0.0, 0.02) if moment == "at once" else 0.02 * 500 ** rng.random()
+        after_tokens = {"first byte": 1, "mid-stream": rng.randint(2, most - 1), "last byte": most}.get(moment, 0)
+        call = Call(url, PATH, body(writer.ids(lengths[number]), most, stream=stream), label=f"drop-{number}")
+        drops.append(Drop(call, moment, rng.random() < 0.3, after_s, after_tokens))
+    return drops
+
+
+async def storm(drops: list[Drop], concurrency: int) -> None:
+    waiting = iter(drops)
+
+    async def client() -> None:
+        for drop in waiting:
+            try:
+                await ask_and_leave(drop)
+            except OSError as error:
+                drop.fault = f"{drop.call.label}: {error}"
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+
+
+async def ask_and_leave(drop: Drop) -> None:
+    call = drop.call
+    await call.send()
+    reading = asyncio.create_task(_read_until(drop))
+    # The clock runs for all of them: who means to see bytes and sees none for long leaves from the queue.
+    await asyncio.wait({reading}, timeout=drop.after_s if not drop.after_tokens else 60.0)
+    drop.seen_tokens, drop.seen_finish = call.tokens, bool(call.finish)
+    if drop.by_abort and not call.ended_at:
+        await _abort(drop)
+        await asyncio.wait({reading}, timeout=ABORT_ANSWER_LIMIT_S)
+        rest = asyncio.create_task(call.read_all()) if reading.done() else reading
+        await asyncio.wait({rest}, timeout=ABORT_ANSWER_LIMIT_S)
+        _check_aborted(drop)
+    else:
+        drop.dropped_at = call.close()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    call.close()
+
+
+async def _read_until(drop: Drop) -> None:
+    """Until the client has seen as many tokens as it wanted; to the end where it wanted none, or has aborted."""
+    while await drop.call.read_some():
+        if drop.after_tokens and drop.call.tokens >= drop.after_tokens and not drop.dropped_at:
+            return
+
+
+async def _abort(drop: Drop) -> None:
+    """By the router's own id where the client has been told it, else by the client's label."""
+    drop.dropped_at = time.time()
+    name = drop.call.headers.get("x-request-id", drop.call.label)
+    status, said = await post(drop.call.url, "/abort_request", {"rid": name})
+    if status != 200 or said["aborted"] not in (0, 1):
+        drop.fault = f"{drop.call.label}: the abort call for {name} was answered {status}: {said}"
+
+
+def _check_aborted(drop: Drop) -> None:
+    call = drop.call
+    took = (call.ended_at or time.time()) - drop.dropped_at
+    if not call.ended_at or took > ABORT_ANSWER_LIMIT_S:
+        drop.fault = drop.fault or f"{call.label}: no end within {took:.1f} s of its abort"
+    elif not call.finish and call.error.get("code") != "aborted":
+        drop.fault = drop.fault or f"{call.label}: aborted, and answered {call.status} {call.error} {call.broken}"
+
+
+async def long_prompt_left(running: Fleet, url: str, writer: Writer) -> list[str]:
+    """A short prompt right after a long one was left during its prefill must not wait for dead work."""
+
+    async def short() -> float:
+        call = Call(url, PATH, body(writer.ids(16), 1, stream=True))
+        await call.send()
+        await call.read_all()
+        return call.first_byte_at - call.sent_at
+
+    solo_s = await short()
+    long = Call(url, PATH, body(writer.ids(3000), 8, stream=True))
+    await long.send()
+    await asyncio.sleep(1.0)
+    long.close()
+    behind_s = await short()
+    _, left = await asyncio.to_thread(wait_idle, running, 2.0)
+    print(f"16 tokens right after 3,000 were left in prefill: first byte {behind_s:.2f} s, alone {solo_s:.2f} s")
+    late = [f"the short prompt waited {behind_s:.2f} s, alone {solo_s:.2f} s"] if behind_s > solo_s + 2.0 else []
+    return late + left
+
+
+# --- what the workers recorded ----------------------------------------------------------------------------------------
+
+
+async def look_up(running: Fleet, drop: Drop) -> None:
+    assert running.router is not None
+    status, record = await get(running.router.url, f"/requests/{drop.call.label}")
+    timelines: dict[str, list[tuple[float, str]]] = {"prefill": [], "decode": []}
+    if status == 200:
+        for side, worker in (("prefill", running.prefills[0]), ("decode", running.decodes[0])):
+            for attempt in record["attempts"]:
+                timelines[side] += await timeline(worker, attempt["rids"][0])
+    for side, entries in timelines.items():
+        freed = [at for at, state in entries if state == "freed"]
+        if freed and freed[-1] > drop.dropped_at:
+            drop.freed_s[side] = freed[-1] - drop.dropped_at
+        if entries and entries[-1][0] > drop.dropped_at:
+            drop.over_s[side] = entries[-1][0] - drop.dropped_at
+    drop.phase = phase_of(drop, *(timelines[side] for side in ("prefill", "decode")))
+
+
+async def timeline(worker: Process, rid: str) -> list[tuple[float, str]]:
+    """(Unix time, state), in order; empty where the worker never had the leg."""
+    status, told = await get(worker.url, f"/requests/{rid}")
+    if status != 200:
+        return []
+    return [(leg["started_unix_s"] + entry["at_s"], entry["state"]) for leg in told["legs"] for entry in leg["entries"]]
+
+
+def phase_of(drop: Drop, prefill: list[tuple[float, str]], decode: list[tuple[float, str]]) -> str:
+    """Where the request was when its client left."""
+    at_prefill = {state for at, state in prefill if at <= drop.dropped_at}
+    at_decode = {state for at, state in decode if at <= drop.dropped_at}
+    if drop.call.complete and not drop.by_abort:
+        return "over already"
+    if drop.seen_finish:
+        return "last byte"
+    if drop.seen_tokens:
+        return "first byte" if drop.seen_tokens == 1 else "mid-stream"
+    if "running" in at_decode:
+        return "running, no byte yet"
+    if "Success" in at_decode:
+        return "waiting for the batch"
+    if {"moving", "Flushing", "Sent"} & at_prefill:
+        return "moving"
+    if "Streaming" in at_prefill:
+        return "computing"
+    if "Granted" in at_decode or "Armed" in at_prefill:
+        return "queued at prefill"
+    return "waiting for pages" if at_decode or at_prefill else "before headers"
+
+
+def report(drops: list[Drop]) -> None:
+    print(f"\n{'from disconnect to pages free, ms':36}{'prefill':>40}{'decode':>40}")
+    print(f"{'phase':24}{'dropped':>8}{'':4}" + 2 * f"{'n':>8}{'p50':>8}{'p90':>8}{'p99':>8}{'max':>8}")
+    for phase in PHASES:
+        of_phase = [drop for drop in drops if drop.phase == phase]
+        if of_phase:
+            print(f"{phase:24}{len(of_phase):8}{'':4}" + "".join(_columns(of_phase, side) for side in SIDES))
+    print(f"{'all':24}{len(drops):8}{'':4}" + "".join(_columns(drops, side) for side in SIDES))
+    for side in SIDES:
+        times = [drop.freed_s[side] for drop in drops if side in drop.freed_s]
+        over = [drop.over_s[side] for drop in drops if side in drop.over_s]
+        verdict = "met" if _quantile(times, 0.99) < AIM_S else "missed"
+        print(
+            f"{side}: p99 {_quantile(times, 0.99) * 1000:.0f} ms, aim {AIM_S * 1000:.0f} ms: {verdict}; "
+            f"the request itself over: p99 {_quantile(over, 0.99) * 1000:.0f} ms"
+        )
+    aborted = sum(drop.by_abort for drop in drops)
+    print(f"{len(drops) - aborted} by closing, {aborted} by abort call\n")
+
+
+SIDES = ("prefill", "decode")
+
+
+def _columns(drops: list[Drop], side: str) -> str:
+    times = [drop.freed_s[side] for drop in drops if side in drop.freed_s]
+    if not times:
+        return f"{'-':>8}" + " " * 32
+    return f"{len(times):8}" + "".join(f"{_quantile(times, q) * 1000:8.0f}" for q in (0.5, 0.9, 0.99, 1.0))
+
+
+def _quantile(values: list[float], q: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(q * len(ranked)))] if ranked else 0.0
+
+
+def errors_logged(running: Fleet) -> list[str]:
+    """An expected cancel is never an error (a stack trace even less)."""
+    return [
+        f"{process.name} logged: {line}"
+        for process in running.all
+        for line in process.log.read_text(errors="replace").splitlines()
+        if " ERROR " in line or line.startswith("Traceback")
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
