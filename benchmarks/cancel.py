@@ -17,14 +17,14 @@ from typing import Any
 
 from client import Call, get, post
 from fleet import Fleet, Process, fleet
-from idle import not_idle, wait_idle
+from idle import errors_logged, not_idle, wait_idle
 from prompts import Writer, log_uniform, shares, tokenizer
 
 PATH = "/v1/completions"
 IDLE_LIMIT_S = 1.0
 ABORT_ANSWER_LIMIT_S = 2.0
 AIM_S = 0.150
-WORKER_ARGS = ("--batch-invariant", "--max-running", "4", "--pool-mb", "256")
+WORKER_ARGS = ("--batch-invariant", "--max-running", "3", "--pool-mb", "384")
 """Few places and pages: queues form at prefill, for decode's pages and for its batch."""
 
 MOMENTS = (("at once", 5), ("timed", 24), ("first byte", 8), ("mid-stream", 16), ("last byte", 7))
@@ -57,7 +57,7 @@ class Drop:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200, help="how many are dropped [200]")
-    parser.add_argument("--concurrency", type=int, default=12, help="how many are in flight at once [12]")
+    parser.add_argument("--concurrency", type=int, default=10, help="how many are in flight at once [10]")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with fleet(1, 1, worker_args=WORKER_ARGS) as running:
@@ -119,7 +119,7 @@ def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]
     for number, moment in enumerate(shares(count, MOMENTS, rng)):
         most = rng.randint(8, 32)
         stream = moment in ("first byte", "mid-stream", "last byte") or rng.random() < 0.7
-        after_s = rng.uniform(0.0, 0.02) if moment == "at once" else 0.02 * 500 ** rng.random()
+        after_s = rng.uniform(0.0, 0.006) if moment == "at once" else 0.02 * 500 ** rng.random()
         after_tokens = {"first byte": 1, "mid-stream": rng.randint(2, most - 1), "last byte": most}.get(moment, 0)
         call = Call(url, PATH, body(writer.ids(lengths[number]), most, stream=stream), label=f"drop-{number}")
         drops.append(Drop(call, moment, rng.random() < 0.3, after_s, after_tokens))
@@ -289,16 +289,6 @@ def _columns(drops: list[Drop], side: str) -> str:
 def _quantile(values: list[float], q: float) -> float:
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(q * len(ranked)))] if ranked else 0.0
-
-
-def errors_logged(running: Fleet) -> list[str]:
-    """An expected cancel is never an error (a stack trace even less)."""
-    return [
-        f"{process.name} logged: {line}"
-        for process in running.all
-        for line in process.log.read_text(errors="replace").splitlines()
-        if " ERROR " in line or line.startswith("Traceback")
-    ]
 
 
 if __name__ == "__main__":

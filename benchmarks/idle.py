@@ -27,6 +27,16 @@ def not_idle(fleet: Fleet) -> list[str]:
     return found + (_of_router(fleet.router) if fleet.router else [])
 
 
+def errors_logged(fleet: Fleet) -> list[str]:
+    """What the processes called an error: a cancel or a dead peer is none, a stack trace even less."""
+    return [
+        f"{process.name} logged: {line}"
+        for process in fleet.all
+        for line in process.log.read_text(errors="replace").splitlines()
+        if " ERROR " in line or line.startswith("Traceback")
+    ]
+
+
 def _of_worker(worker: Process) -> list[str]:
     told: dict[str, Any] = worker.get("/server_info")
     figures = told["figures"]

@@ -140,7 +140,7 @@ def test_after_the_first_byte_decodes_failure_breaks_the_answer() -> None:
 def test_after_the_first_byte_prefills_failure_changes_nothing() -> None:
     machine = opened()
     machine.decode_first_byte(0)
-    assert machine.prefill_failed(0, DOWN) == (Release(PREFILL),)
+    assert machine.prefill_failed(0, DOWN) == (EndLeg(PREFILL, DOWN.cause), Release(PREFILL))
     assert machine.decode_done(0)[1] == Finish(None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 from pdplane.core.ids import PageId, Rid
+from pdplane.engine.install import DEFAULT_MODEL
 from pdplane.engine.model import DecodeRow, LlamaModel, Stop
 from pdplane.engine.paged import PagedKV
-from pdplane.engine.selftest import batch_invariance
+from pdplane.engine.selftest import batch_invariance, main
 from pdplane.worker.engine import EngineRequest, Sampling
 
 from .tiny import attach, run, tiny_engine, tokens_of
@@ -67,3 +70,19 @@ def test_a_handed_over_request_goes_on_as_if_it_had_stayed(fixed: bool, temperat
         )
     )
     assert [last.token.id, *tokens_of(run(decode), "a")] == wanted
+
+
+def test_the_self_test_command_reports_and_exits_by_the_result(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDPLANE_HOME", str(tmp_path))
+    assert main() == 1
+    assert "pdplane model install" in capsys.readouterr().err
+    shutil.copytree(tiny, tmp_path / "models" / DEFAULT_MODEL)
+    assert main() == 0
+    assert f"{DEFAULT_MODEL}: " in capsys.readouterr().out
+    calls = itertools.count()
+    drifting = lambda self, hidden: np.full((len(hidden), 259), next(calls), np.float32)  # noqa: E731
+    monkeypatch.setattr(LlamaModel, "logits", drifting)
+    assert main() == 1
+    assert "differ" in capsys.readouterr().out

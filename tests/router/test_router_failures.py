@@ -253,6 +253,19 @@ async def test_what_is_not_http_is_a_failed_attempt() -> None:
         await it.idle()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_interim_answer_that_nobody_asked_for_is_a_failed_attempt(side: str) -> None:
+    def interim(asked: Asked) -> None:
+        asked.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        asked.end()
+
+    behaviours: dict[str, Any] = {"prefill": None, "decode": None, side: interim}
+    async with fleet(**behaviours) as it:
+        answer = await it.post({})
+        assert (answer.status, answer.error["code"], answer.error["side"]) == (502, "upstream_garbled", side)
+        await it.idle()
+
+
 async def test_a_stale_idle_connection_is_a_failed_attempt_with_another_room_on_the_same_worker() -> None:
     async with fleet(prefill=None) as it, it.client() as client:
         client.post(b"{}")
@@ -314,6 +327,24 @@ async def test_a_worker_that_has_gone_silent_ends_its_requests() -> None:
         it.router.sweep()
         answer = await waiting
         assert (answer.status, answer.error["code"]) == (502, "worker_silent")
+        await it.idle()
+
+
+async def test_a_silent_prefill_is_let_go_once_while_decode_streams_on() -> None:
+    async with fleet() as it, it.client() as client:
+        client.post(b"{}")
+        decode, prefill = await it.decode.next(), await it.prefill.next()
+        decode.start()
+        decode.chunk(b"data: x\n\n")
+        await client.head()
+        worker = it.router.pairing.prefills[0]
+        for _ in range(3):
+            worker.silent = True
+            it.router.sweep()
+        assert (worker.load, worker.failures) == (0, 1)
+        await asyncio.wait_for(prefill.left.wait(), 10)
+        decode.finish()
+        assert await client.chunks() == b"data: x\n\n"
         await it.idle()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ from pdplane.worker.server import bind, running
 from .fake_engine import RuleEngine, spec
 from .http_fakes import ByteTokenizer
 
-LIMIT_S = 20.0
+LIMIT_S = 10.0
 HOST = "127.0.0.1"
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
@@ -41,6 +41,11 @@ class Member:
     def __init__(self, shell: PrefillShell | DecodeShell | AggregatedShell, engine: RuleEngine, ports: dict[str, int]):
         self.shell, self.engine, self.ports = shell, engine, ports
         self.url = f"http://{HOST}:{ports['http']}"
+        self.exit: Callable[[], Awaitable[None]]
+
+    async def leave(self) -> None:
+        """The process ends now, in the middle of whatever it does."""
+        await self.exit()
 
     @property
     def router_url(self) -> str:
@@ -75,14 +80,14 @@ async def member(role: str, model: ModelSpec | None = None, port: int = 0, **set
     engine = RuleEngine(model or spec())
     given = {"pool_mb": 1, "bootstrap_port": 0, "page_size": engine.model.page_size, "shutdown_s": 0.1, **settings}
     config = WorkerConfig(role=role, port=port, **given)
-    with contextlib.closing(bind(HOST, port, "port")) as sock:
-        async with running(config, engine, ByteTokenizer(), sock) as (shell, ports):
-            made = Member(shell, engine, ports)
-            try:
-                yield made
-            finally:
-                engine.allow = None
-                assert made.shell.node.audit() == []
+    async with contextlib.AsyncExitStack() as stack:
+        sock = stack.enter_context(contextlib.closing(bind(HOST, port, "port")))
+        shell, ports = await stack.enter_async_context(running(config, engine, ByteTokenizer(), sock))
+        made = Member(shell, engine, ports)
+        made.exit = stack.aclose
+        yield made
+        engine.allow = None
+        assert shell.node.audit() == []
 
 
 class Fleet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 
@@ -47,6 +48,7 @@ def show_path(args: argparse.Namespace) -> int:
 
 
 def selftest(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from pdplane.engine.selftest import main
 
     return main()

@@ -202,7 +202,8 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
             return self._late()
         if self.phase == HELD:
             return self._attempt_failed(PREFILL, failure)
-        return self.prefill_done(attempt)  # decode has what it needs: its bytes are the proof
+        effects = self.prefill_done(attempt)  # decode has what it needs: its bytes are the proof
+        return effects if failure.answered else (EndLeg(PREFILL, failure.cause), *effects)
 
     def drain_limit(self) -> Effects:
         """The answer is out and prefill's leg has had time enough: end it."""

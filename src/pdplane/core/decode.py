@@ -163,7 +163,7 @@ class DecodeNode(Node):
             receiver.apply(RE.CANCEL, cause=queue_full(self))
         elif kind == "progress":
             text = f"prefill has shown no progress for {self.limits.progress_limit_s:g} s"
-            receiver.apply(RE.CANCEL, cause=Cause("no_progress", text, 504, retryable=True, side=self.side))
+            receiver.apply(RE.CANCEL, cause=Cause("no_progress", text, 504, retryable=True, side="prefill"))
         elif kind == "drain":
             receiver.owes_abort = False
             receiver.apply(RE.DRAIN_LIMIT if receiver.pages else RE.ABORT_LIMIT)
@@ -430,7 +430,7 @@ class DecodeNode(Node):
 
     def _instance_gone(self, instance: Instance) -> None:
         text = f"prefill {instance} is gone: its session ended and did not come back"
-        cause = Cause("peer_gone", text, 503, retryable=True, side=self.side)
+        cause = Cause("peer_gone", text, 503, retryable=True, side="prefill")
         self.count("peer_gone")
         for receiver in list(self.rooms.live.values()):
             for seat in receiver.seats:

@@ -355,7 +355,7 @@ class PrefillNode(Node):
         text = f"decode {peer} is gone: its session ended and did not come back"
         for sender in list(self.rooms.live.values()):
             if sender.peer == peer:
-                sender.apply(SE.PEER_GONE, cause=Cause("peer_gone", text, 503, retryable=True, side=self.side))
+                sender.apply(SE.PEER_GONE, cause=Cause("peer_gone", text, 503, retryable=True, side="decode"))
         self.out.append(Teardown(peer))
 
     def _beat(self, peer: Instance) -> Beat:

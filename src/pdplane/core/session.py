@@ -181,7 +181,7 @@ class Dialler:
     def _welcomed(self, welcome: Welcome, now: float) -> list[Notice]:
         notices: list[Notice] = []
         if welcome.dst != self._me.instance:
-            return self._refuse(unavailable("wrong_instance", f"a welcome for {welcome.dst} came", side="decode"))
+            return self._refuse(unavailable("wrong_instance", f"a welcome for {welcome.dst} came", side="prefill"))
         seat = Seat(welcome.src, welcome.rank)
         if self.bound and self.bound != seat:
             notices.append(self._unbind())
@@ -220,7 +220,7 @@ class Dialler:
         self.state = DState.IDLE
         self._next_backoff()
         self._redial_at = now + self._backoff_s
-        return [Refused(unavailable("prefill_unreachable", why, side="decode"))]
+        return [Refused(unavailable("prefill_unreachable", why, side="prefill"))]
 
     def _redial(self, now: float) -> None:
         self.state = DState.WAITING

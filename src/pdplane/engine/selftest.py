@@ -5,6 +5,7 @@ BLAS picks its kernels by CPU, so that the tiles of panels.py promise nothing by
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from pdplane.core.ids import PageId, Rid
 from pdplane.core.layout import pages_for
 from pdplane.worker.engine import EngineRequest, Sampling
 
+from .errors import ModelError
 from .numpy_engine import NumpyEngine, pool_bytes
 from .safetensors_file import Array
 
@@ -158,3 +160,20 @@ def _neighbours(engine: NumpyEngine, seed: int) -> dict[str, Prompt]:
 
 def _random_prompt(engine: NumpyEngine, length: int, seed: int) -> Prompt:
     return tuple(int(token) for token in np.random.default_rng(seed).integers(0, engine.model.vocab_size, length))
+
+
+def main() -> int:
+    """Tests the embedded model in batch-invariant mode, prints what was found; exit status 1 where bits differ."""
+    from .loading import load_numpy
+
+    try:
+        engine, _ = load_numpy(None, batch_invariant=True, progress=print)
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 1
+    result = batch_invariance(engine)
+    for difference in result.differences:
+        print(difference)
+    verdict = "all bit-equal" if result.identical else f"{len(result.differences)} differ"
+    print(f"{engine.model.name}: {result.compared} rows of logits compared, {verdict}")
+    return 0 if result.identical else 1

@@ -34,7 +34,7 @@ class RouterConfig:
     api_key: str = setting("", "the key that clients must present as a bearer token; none: open", secret=True)
     health_interval_s: float = setting(2.0, "time between two looks at a worker")
     health_timeout_s: float = setting(2.0, "how long a worker may take to answer a look")
-    silent_s: float = setting(10.0, "a worker that answers nothing for so long has its requests ended")
+    silent_s: float = setting(8.0, "a worker that answers nothing for so long has its requests ended")
     ban_after: int = setting(3, "failures in a row after which a worker is avoided")
     ban_s: float = setting(5.0, "how long it is avoided, while others can serve")
     connect_timeout_s: float = setting(3.0, "limit for opening a connection to a worker")

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pdplane.core import attempts
-from pdplane.core.attempts import BUSY, DECODE, PREFILL, Effects, Failure, RequestAttempts, retry_safe
-from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, bad_request, client_left, deadline
+from pdplane.core.attempts import BUSY, PREFILL, Effects, Failure, RequestAttempts
+from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, client_left, deadline
 
 from .answers import answer, error_answer, late_error_event, status_line
 from .body import Body, read_body
 from .legs import rooms as dialect
 from .pairing import Pair
 from .records import AttemptRecord, RequestRecord
+from .refusals import check_limits, content_type, refusal, without
 from .upstream import HEAD_END, Dial, Leg, WorkerAnswer, framed
 from .worker import Worker
 
@@ -28,21 +27,6 @@ MAX_LABEL = 256
 _SSE = b"text/event-stream"
 _NOT_PASSED_ON = (b"connection:", b"keep-alive:", b"x-request-id:", b"x-pd-mode:")
 _FRAMING = (b"content-length:", b"transfer-encoding:")
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-    retryable: bool | None = None
-    side: str = ""
-    param: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error = msgspec.field(default_factory=_Error)
-
-
-_error_body = msgspec.json.Decoder(_ErrorBody, strict=False)
 
 
 class Exchange:
@@ -326,7 +310,7 @@ class Exchange:
             headers += b"retry-after: 1\r\n"
         if isinstance(said, WorkerAnswer) and said.body:
             headers += without(said.head, _NOT_PASSED_ON + _FRAMING + (b"content-type:",))
-            front.write(answer(said.status, said.body, headers=headers, content_type=_content_type(said.head)))
+            front.write(answer(said.status, said.body, headers=headers, content_type=content_type(said.head)))
         else:
             front.write(error_answer(failure.cause, headers=headers))
 
@@ -381,66 +365,3 @@ _CARRY: dict[type[attempts.Effect], Callable[[Exchange, Any], None]] = {
     attempts.Reply: Exchange._reply,
     attempts.Break: Exchange._break,
 }
-
-
-def check_limits(body: Body, pair: Pair) -> None:
-    """Token ids are counted here: too many are refused before any pairing. Raises Refused (400)."""
-    for worker in pair:
-        if worker is None:
-            continue
-        limits, name, tokens = worker.limits, body.prompt_name, body.prompt_tokens
-        if 0 < limits.context_len <= tokens:
-            code = "context_length_exceeded"
-            why = (
-                f"the model's context is {limits.context_len} tokens and one is needed for the answer. "
-                "Shorten the prompt"
-            )
-        elif 0 < limits.max_prompt_tokens < tokens:
-            code = "prompt_too_long"
-            why = (
-                f"the {worker.role} worker can hold {limits.max_prompt_tokens} of one prompt. Shorten it, or give the "
-                "worker a larger KV pool"
-            )
-        else:
-            continue
-        raise Refused(bad_request(f"{name} has {tokens} tokens; {why}", code=code, param=name, side=worker.role))
-
-
-def refusal(leg: Leg, said: WorkerAnswer) -> Failure:
-    """A worker's error answer as a failure. Its own word on `retryable` and `side` counts where it gave one."""
-    try:
-        error = _error_body.decode(said.body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        error = _Error()
-    message = error.message or f"{leg.side} {leg.worker.url} answered {said.status}"
-    cause = Cause(
-        str(error.code or f"{leg.side}_answered_{said.status}"),
-        message,
-        said.status,
-        retryable=retry_safe(said.status, error.retryable),
-        side=error.side or leg.side,
-        param=error.param,
-        retry_after_s=_retry_after(said.head),
-    )
-    return Failure(cause=cause, blames=error.side if error.side in (PREFILL, DECODE) else "", reply=said)
-
-
-def without(head: bytes, names: tuple[bytes, ...]) -> bytes:
-    """Header lines but those of these names (with their colons)."""
-    return b"".join(line + b"\r\n" for line in head.split(b"\r\n") if line and not line.lower().startswith(names))
-
-
-def _header(headers: bytes, name: bytes) -> bytes:
-    for line in headers.split(b"\r\n"):
-        if line.lower().startswith(name + b":"):
-            return line[len(name) + 1 :].strip()
-    return b""
-
-
-def _content_type(headers: bytes) -> bytes:
-    return _header(headers, b"content-type") or b"application/json"
-
-
-def _retry_after(headers: bytes) -> int | None:
-    value = _header(headers, b"retry-after")
-    return int(value) if value.isdigit() else None

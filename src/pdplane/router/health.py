@@ -15,7 +15,7 @@ from .config import RouterConfig
 from .pairing import Pairing
 from .worker import Limits, Worker
 
-SOON_S = 0.5  # time between two looks at a worker that is out
+SOON_S = 0.5  # time between two looks at a worker that did not answer well
 
 
 class ServerInfo(msgspec.Struct):
@@ -62,7 +62,7 @@ class Watch:
             if self._facts(worker) != before:
                 self._pairing.refresh()
             interval_s = self._config.health_interval_s
-            await asyncio.sleep(interval_s if worker.ready else min(interval_s, SOON_S))
+            await asyncio.sleep(min(interval_s, SOON_S) if why else interval_s)
 
     @staticmethod
     def _facts(worker: Worker) -> tuple[object, ...]:

@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
-class Histogram:
-    """Seconds."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.total = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
-        self.total += seconds
-
-    def lines(self, name: str, help: str) -> Iterable[str]:
-        yield from _head(name, help, "histogram")
-        running = 0
-        for edge, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
-            running += count
-            yield f'{name}_bucket{{le="{edge}"}} {running}'
-        yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {running}"
+from pdplane.observe.prometheus import Histogram, head, labelled, single
 
 
 class Metrics:
@@ -46,10 +22,12 @@ class Metrics:
         self.duration = Histogram()
 
     def lines(self) -> Iterable[str]:
-        yield from _head("pdplane_router_answers_total", "Answers by path and status.", "counter")
+        yield from head("pdplane_router_answers_total", "Answers by path and status.", "counter")
         for (path, status), count in sorted(self.answers.items()):
             yield f'pdplane_router_answers_total{{path="{path}",status="{status}"}} {count}'
-        yield from _labelled("pdplane_router_requests_total", "Requests by verdict.", "verdict", self.verdicts)
+        yield from labelled(
+            "pdplane_router_requests_total", "Requests by verdict.", "counter", "verdict", self.verdicts
+        )
         yield from _labelled(
             "pdplane_router_retries_total", "Retries by the cause of the first.", "cause", self.retries
         )
@@ -62,28 +40,8 @@ class Metrics:
         yield from self.duration.lines("pdplane_router_request_seconds", "Request read to verdict.")
 
 
-def single(name: str, help: str, kind: str, value: float) -> Iterable[str]:
-    yield from _head(name, help, kind)
-    yield f"{name} {value}"
-
-
 def per_worker(name: str, help: str, kind: str, values: Iterable[tuple[str, str, float]]) -> Iterable[str]:
     """`values` are (url, role, value)."""
-    yield from _head(name, help, kind)
+    yield from head(name, help, kind)
     for url, role, value in values:
         yield f'{name}{{worker="{url}",role="{role}"}} {value}'
-
-
-def _labelled(name: str, help: str, label: str, values: Mapping[str, int]) -> Iterable[str]:
-    yield from _head(name, help, "counter")
-    for key, count in sorted(values.items()):
-        yield f'{name}{{{label}="{escape(key)}"}} {count}'
-
-
-def _head(name: str, help: str, kind: str) -> Iterable[str]:
-    yield f"# HELP {name} {help}"
-    yield f"# TYPE {name} {kind}"
-
-
-def escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -193,6 +193,9 @@ class Leg(asyncio.Protocol):
 
     def _refused(self) -> None:
         """An error answer is here in full."""
+        if self.status < 200:
+            self._fail("upstream_garbled", f"answered with status {self.status}, which was not asked for")
+            return
         exchange, answer = self.exchange, WorkerAnswer(self.status, self.head(), unframed(self.held))
         assert exchange is not None
         self._free()

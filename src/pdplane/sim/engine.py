@@ -32,6 +32,7 @@ class Work(msgspec.Struct, frozen=True):
     prompt_tokens: int
     max_new: int
     stops_at: int
+    breaks_here: bool = False
 
     def tag(self, index: int) -> bytes:
         """What page `index` of this attempt holds when it is written."""
@@ -75,10 +76,11 @@ class _Job(msgspec.Struct):
 class SimEngine:
     """One step at a time over all that can go on: a chunk for a prefill, a token for a decode."""
 
-    def __init__(self, host: Host, pool: PagePool, page_size: int, chunk: int) -> None:
+    def __init__(self, host: Host, pool: PagePool, page_size: int, chunk: int, step: float = 1.0) -> None:
         self.jobs: dict[Rid, _Job] = {}
         self.steps = 0
         self._host, self._pool, self._page_size, self._chunk = host, pool, page_size, chunk
+        self._step = step
         self._stepping = False
         self._reported_at = 0.0
 
@@ -115,7 +117,7 @@ class SimEngine:
         self._stepping = True
         for job in batch:
             job.in_step = True
-        self._host.at(self._host.now + self._host.uniform(*STEP_S), lambda: self._end_step(batch))
+        self._host.at(self._host.now + self._step * self._host.uniform(*STEP_S), lambda: self._end_step(batch))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class SimEngine:
         tokens = job.work.prompt_tokens
         job.computed = min(job.computed + self._chunk, tokens)
         self._write(job)
-        if job.aborted:
+        if job.aborted or job.work.breaks_here:
             self._release(job)
             return
         if job.computed < tokens:
@@ -166,7 +168,7 @@ class SimEngine:
             job.computed += 1
             job.sampled += 1
             self._write(job)
-        if job.aborted or self._over(job):
+        if job.aborted or job.work.breaks_here or self._over(job):
             self._release(job)
         else:
             self._report(Computed(rid=job.work.rid, tokens=job.computed))
@@ -179,7 +181,8 @@ class SimEngine:
     def _release(self, job: _Job) -> None:
         if not job.in_step:
             del self.jobs[job.work.rid]
-            self._report(Released(rid=job.work.rid))
+            error = "the model failed" if job.work.breaks_here and not job.aborted else ""
+            self._report(Released(rid=job.work.rid, error=error))
 
     def _report(self, event: Event) -> None:
         due = self._host.now + self._host.uniform(0.0, HOP_S)

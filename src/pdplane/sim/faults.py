@@ -68,7 +68,7 @@ class SlowTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostMoves(msgspec.Struct, frozen=True, kw_only=True):
-    """Every move of one prefill that is under way at `at_s` is lost and completes with an error."""
+    """Every move of one prefill that is under way at `at_s` completes with an error; half of them land all the same."""
 
     process: str
     at_s: float
@@ -124,7 +124,7 @@ def _when(rng: Random) -> float:
 def _session_flaps(rng: Random, fleet: Fleet) -> list[Fault]:
     return [
         SessionLoss(prefill=rng.choice(fleet[0]), decode=rng.choice(fleet[1]), at_s=_when(rng))
-        for _ in range(rng.randint(2, 10))
+        for _ in range(rng.choice((3, 10, 40)))
     ]
 
 
@@ -133,7 +133,7 @@ def _partitions(rng: Random, fleet: Fleet) -> list[Fault]:
     for _ in range(rng.randint(1, 3)):
         ends = [rng.choice(fleet[0]), rng.choice(fleet[1])]
         rng.shuffle(ends)
-        length = rng.choice((0.3, 3.0, 6.0, 9.0, 15.0))
+        length = rng.choice((0.3, 3.0, 6.0, 9.0, 15.0, 45.0))
         faults.append(
             Partition(
                 src=ends[0], dst=ends[1], at_s=_when(rng), for_s=rng.uniform(0.2, length), both=rng.random() < 0.5
@@ -168,7 +168,12 @@ def _freeze(rng: Random, names: list[str]) -> list[Fault]:
 
 def _slow_transfer(rng: Random, fleet: Fleet) -> list[Fault]:
     return [
-        SlowTransfer(process=name, at_s=_when(rng), for_s=rng.uniform(1.0, 6.0), extra_s=rng.uniform(0.1, 3.0))
+        SlowTransfer(
+            process=name,
+            at_s=_when(rng),
+            for_s=rng.uniform(1.0, 6.0),
+            extra_s=rng.uniform(0.1, rng.choice((0.5, 3.0, 3.0, 40.0))),
+        )
         for name in fleet[0]
     ]
 

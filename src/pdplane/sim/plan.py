@@ -19,6 +19,7 @@ from .faults import (
     Fault,
     Freeze,
     LostMoves,
+    Partition,
     SlowTransfer,
     StrayFrame,
     strikes,
@@ -30,7 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: which prompt, so that two requests may share one. leaves_after_s: the client closes its connection.
     room_of: uses the room of that request (a router that mints badly). refused_at: the HTTP edge of that side turns
-    the leg away. stops_at: it ends after so many tokens, if not before.
+    the leg away. stops_at: it ends after so many tokens, if not before. breaks_at: the engine of that side fails on it.
     """
 
     number: int
@@ -45,11 +46,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     decode_delay_s: float = 0.0
     room_of: int | None = None
     refused_at: str = ""
+    breaks_at: str = ""
+    priority: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`patterns` is what `pattern` stands for; `router_tells`: a leg's end at the router reaches the worker (many
-    real routers never tell, and the protocol must do without)."""
+    real routers never tell, and the protocol must do without). `prefill_step`: how much longer its engine's steps take.
+    """
 
     seed: int
     pattern: str
@@ -59,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decodes: tuple[str, ...]
     prefill_limits: Limits
     decode_limits: Limits
+    prefill_step: float
     router_tells: bool
     retries: int
     requests: tuple[Request, ...]
@@ -75,7 +80,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """How long faults may hold up an end, at most."""
         held = [fault.for_s for fault in self.faults if isinstance(fault, Freeze)]
         down = [fault.restart_after_s for fault in self.faults if isinstance(fault, Crash)]
-        return sum(held) + sum(down) + (0.0 if self.calm_network else 20.0)
+        cut = [fault.for_s for fault in self.faults if isinstance(fault, Partition)]
+        return sum(held) + sum(down) + sum(cut) + (0.0 if self.calm_network else 20.0)
 
     @property
     def crashes(self) -> bool:
@@ -88,7 +94,8 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) ->
     Several patterns may be joined by "+". Raises ValueError for an unknown one.
     """
     rng = Random(f"plan {seed}")
-    drawn = PATTERN_NAMES[seed % len(PATTERN_NAMES)]
+    names = (*PATTERN_NAMES, *(MIXED,) * 7)
+    drawn = names[seed % len(names)]
     pattern = pattern or drawn
     patterns = tuple(pattern.split("+"))
     if unknown := [name for name in patterns if name not in PATTERN_NAMES]:
@@ -110,6 +117,7 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) ->
         decodes=decodes,
         prefill_limits=prefill_limits,
         decode_limits=decode_limits,
+        prefill_step=1.0 if pattern == "calm" else rng.choice((1.0, 1.0, 8.0, 40.0)),
         router_tells=rng.random() < 0.7,
         retries=rng.choice((0, 1, 1, 2)),
         requests=_requests(rng, patterns, min(prefill_limits.pages, decode_limits.pages) * page_size),
@@ -148,6 +156,8 @@ def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple
                 decode_delay_s=_leg_delay(rng, patterns),
                 room_of=rng.choice(requests).number if duplicate else None,
                 refused_at=rng.choice(("prefill", "decode")) if not calm and rng.random() < 0.04 else "",
+                breaks_at=rng.choice(("prefill", "decode")) if not calm and rng.random() < 0.03 else "",
+                priority=rng.choice((0, 0, 0, 1, 5)),
             )
         )
     return tuple(requests)
@@ -161,7 +171,8 @@ def _arrival(rng: Random, second_wave: bool) -> float:
 
 
 def _leg_delay(rng: Random, patterns: tuple[str, ...]) -> float:
-    return rng.uniform(0.0, rng.choice((0.3, 3.0, 14.0))) if "late_legs" in patterns and rng.random() < 0.5 else 0.0
+    often = 0.0 if patterns == ("calm",) else 0.5 if "late_legs" in patterns else 0.05
+    return rng.uniform(0.0, rng.choice((0.3, 3.0, 14.0))) if rng.random() < often else 0.0
 
 
 def mint_room(rng: Random) -> Room:

@@ -87,7 +87,7 @@ class World(Protocol):
 class Process:
     """`name` is the address, `instance` the life. Frozen: events wait in the inbox, in order, and time goes on."""
 
-    def __init__(self, world: World, name: str, life: int, limits: Limits, *, fence: bool) -> None:
+    def __init__(self, world: World, name: str, life: int, limits: Limits, *, fence: bool, step: float) -> None:
         self.world = world
         self.name = name
         self.instance = Instance(f"{name}#{life}")
@@ -96,7 +96,8 @@ class Process:
         self.frozen = False
         self.conns: dict[ConnId, Connection] = {}
         self.pool = PagePool(limits.pages, PAGE_BYTES)
-        self.engine = SimEngine(self, self.pool, limits.page_size, chunk=limits.page_size * 2)
+        self.engine = SimEngine(self, self.pool, limits.page_size, chunk=limits.page_size * 2, step=step)
+        self.unsure: set[MoveNo] = set()  # moves that will complete with an error, landed or not
         self._inbox: list[Event] = []
         self._minted = 0
         self._tick_at: float | None = None
@@ -243,7 +244,7 @@ class Process:
     # --- the transport's callbacks ----------------------------------------------------------------------------------
 
     def _wrote(self, move: MoveNo, error: str) -> None:
-        self._soon(MoveDone(move, error))
+        self._soon(MoveDone(move, "connection lost" if move in self.unsure else error))
 
     def _landed(self, grant: GrantNo, pages: Sequence[PageId]) -> None:
         self._soon(PagesLanded(grant, tuple(pages)))

@@ -218,7 +218,13 @@ class SimRouter:
             client.legs[side] = leg
             self._legs[rid] = leg
             world.works[rid] = Work(
-                rid, client.room, self._serials, request.prompt_tokens, request.max_new, request.stops_at
+                rid,
+                client.room,
+                self._serials,
+                request.prompt_tokens,
+                request.max_new,
+                request.stops_at,
+                breaks_here=request.breaks_at == side,
             )
             self._send(leg, request.prefill_delay_s if side == PREFILL else request.decode_delay_s)
 
@@ -265,6 +271,7 @@ class SimRouter:
             prompt=PromptId(_digest(request.prompt), request.prompt_tokens),
             max_new=request.max_new,
             deadline=self._world.now + left,
+            priority=request.priority,
             address=f"{machine.prefill}:registry" if leg.side == DECODE else "",
         )
 

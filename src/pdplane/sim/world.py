@@ -48,7 +48,7 @@ from .router import SimRouter
 from .trace import Trace
 
 MOVE_S = (0.0005, 0.02)
-STALL_S = 20.0  # a move over a cut link is given up after so long
+STALL_S = (5.0, 45.0)  # a move over a cut link is given up after so long; at prefill it drains meanwhile
 SAME_INSTANT = 20_000  # events at one instant: something feeds itself
 REST_S = 45.0  # drain limit, row's time and grace, with room to spare
 
@@ -162,11 +162,16 @@ class SimWorld:
 
     def _check_verdicts(self) -> None:
         for client in self.router.clients.values():
-            cause = client.verdict
+            cause, request = client.verdict, client.request
+            what = f"request {request.number}"
             if self.plan.patterns == ("calm",) and cause is not None:
-                raise Violation("calm", f"request {client.request.number} failed in calm: {cause}")
-            if cause is not None and cause.code == "engine_error":
-                raise Violation("verdict", f"request {client.request.number} ended by {cause}")
+                raise Violation("calm", f"{what} failed in calm: {cause}")
+            if cause is not None and cause.code == "engine_error" and not request.breaks_at:
+                raise Violation("verdict", f"{what} ended by {cause}")
+            if cause is None and request.breaks_at == "prefill":
+                raise Violation("verdict", f"{what} was answered, though no engine ever computed it")
+            if cause is None and request.breaks_at == "decode" and min(request.max_new, request.stops_at) > 1:
+                raise Violation("verdict", f"{what} was answered, though its engine failed")
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -176,7 +181,8 @@ class SimWorld:
     def _start(self, name: str) -> None:
         life = self._lives[name] = self._lives.get(name, 0) + 1
         limits = self.plan.prefill_limits if name in self.plan.prefills else self.plan.decode_limits
-        self.processes[name] = process = Process(self, name, life, limits, fence=self.plan.fence)
+        step = self.plan.prefill_step if name in self.plan.prefills else 1.0
+        self.processes[name] = process = Process(self, name, life, limits, fence=self.plan.fence, step=step)
         self.every_process.append(process)
         self.say(f"{name}#{life}", "starts")
 
@@ -194,7 +200,8 @@ class SimWorld:
 
     def after(self, who: Process, event: Event, effects: Sequence[Effect]) -> None:
         self.trace.handled(self.now, who.instance, event, effects)
-        conservation(who)
+        if effects:
+            conservation(who)
         if strays := self._strays.get(who.name):
             self._stray(who, strays)
 
@@ -233,7 +240,7 @@ class SimWorld:
         batch = self.fabric.pending[-1]
         delay = self.uniform(*MOVE_S) + self._slow_moves.get(who.name, 0.0)
         self.at(self.now + delay * self.rng.random(), lambda: self._begin(batch))
-        self.at(self.now + delay, lambda: self._deliver(batch, who, self.now + STALL_S))
+        self.at(self.now + delay, lambda: self._deliver(batch, who, self.now + self.uniform(*STALL_S)))
 
     def _index(self, batch: Batch) -> int | None:
         return next((i for i, other in enumerate(self.fabric.pending) if other is batch), None)
@@ -355,7 +362,10 @@ class SimWorld:
         for index in reversed(range(len(self.fabric.pending))):
             batch = self.fabric.pending[index]
             if batch.src == process.instance and batch.ghost is None:
-                self.fabric.drop(index)
+                if self.rng.random() < 0.5:
+                    self.fabric.drop(index)
+                else:
+                    process.unsure.add(batch.number)
 
     def _stray(self, who: Process, strays: list[StrayFrame]) -> None:
         """A frame that no honest session carries: right room, wrong grant or wrong process."""

@@ -96,10 +96,11 @@ class ControlNet:
             self._post(ConnLost(conn))
 
     def lost(self, conn: ConnId, half_frame_bytes: int) -> None:
+        if self._conns.pop(conn, None) is None:
+            return  # closed by us, and counted if it was for bad bytes
         if half_frame_bytes:
             self._count("bad_control_frame")
-        if self._conns.pop(conn, None):
-            self._post(ConnLost(conn))
+        self._post(ConnLost(conn))
 
 
 class _Connection(asyncio.Protocol):

@@ -159,6 +159,10 @@ class DecodeShell(Shell[DecodeNode]):
             self.never_ran(effect.rid)
             return
         row = effect.row
+        if effect.max_new <= 1:  # the pool holds no token after prefill's
+            self._push_row(job, row, "length")
+            self.never_ran(effect.rid)
+            return
         job.cached_tokens = row.cached_tokens
         request = EngineRequest(
             rid=effect.rid,

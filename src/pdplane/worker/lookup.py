@@ -27,11 +27,11 @@ async def find_ranks(address: str) -> tuple[tuple[Rank, ControlEndpoint], ...]:
                 ranks.append((rank, ControlEndpoint(endpoint.host, endpoint.port)))
             return tuple(ranks)
     except NotRegisteredYet as error:
-        raise Refused(unavailable("prefill_not_ready", str(error), side="decode")) from None
+        raise Refused(unavailable("prefill_not_ready", str(error), side="prefill")) from None
     except RegistryUnavailable as error:
-        raise Refused(unavailable("registry_unreachable", str(error), side="decode")) from None
+        raise Refused(unavailable("registry_unreachable", str(error), side="prefill")) from None
     except RegistryError as error:
-        raise Refused(Cause("registry_refused", str(error), 502, retryable=True, side="decode")) from None
+        raise Refused(Cause("registry_refused", str(error), 502, retryable=True, side="prefill")) from None
 
 
 def _check(info: PrefillServerInfo, address: str) -> None:

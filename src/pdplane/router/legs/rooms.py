@@ -127,10 +127,7 @@ class DecodeLeg(Leg):
         self.held = b""
         self._hold(held)
         if self.complete and self.exchange is not None:
-            if self.status < 300:
-                self._fail("upstream_garbled", f"answered with status {self.status}, which was not asked for")
-            else:
-                self._refused()
+            self._refused()
         return False
 
     def unframe(self) -> None:

@@ -1,0 +1,91 @@
+"""What turns a request away: limits that the router can see, and workers' error answers read as failures."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdplane.core.attempts import DECODE, PREFILL, Failure, retry_safe
+from pdplane.core.errors import Cause, Refused, bad_request
+
+from .body import Body
+from .pairing import Pair
+from .upstream import Leg, WorkerAnswer
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: str | int | None = None
+    retryable: bool | None = None
+    side: str | None = None
+    param: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error = msgspec.field(default_factory=_Error)
+
+
+_error_body = msgspec.json.Decoder(_ErrorBody, strict=False)
+
+
+def check_limits(body: Body, pair: Pair) -> None:
+    """Token ids are counted here: too many are refused before any pairing. Raises Refused (400)."""
+    for worker in pair:
+        if worker is None:
+            continue
+        limits, name, tokens = worker.limits, body.prompt_name, body.prompt_tokens
+        if 0 < limits.context_len <= tokens:
+            code = "context_length_exceeded"
+            why = (
+                f"the model's context is {limits.context_len} tokens and one is needed for the answer. "
+                "Shorten the prompt"
+            )
+        elif 0 < limits.max_prompt_tokens < tokens:
+            code = "prompt_too_long"
+            why = (
+                f"the {worker.role} worker can hold {limits.max_prompt_tokens} of one prompt. Shorten it, or give the "
+                "worker a larger KV pool"
+            )
+        else:
+            continue
+        raise Refused(bad_request(f"{name} has {tokens} tokens; {why}", code=code, param=name, side=worker.role))
+
+
+def refusal(leg: Leg, said: WorkerAnswer) -> Failure:
+    """A worker's error answer as a failure. Its own word on `retryable` and `side` counts where it gave one."""
+    try:
+        error = _error_body.decode(said.body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = _Error()
+    message = error.message or f"{leg.side} {leg.worker.url} answered {said.status}"
+    cause = Cause(
+        str(error.code or f"{leg.side}_answered_{said.status}"),
+        message,
+        said.status,
+        retryable=retry_safe(said.status, error.retryable),
+        side=error.side or leg.side,
+        param=error.param,
+        retry_after_s=_retry_after(said.head),
+    )
+    return Failure(cause=cause, blames=error.side if error.side == PREFILL or error.side == DECODE else "", reply=said)
+
+
+def without(head: bytes, names: tuple[bytes, ...]) -> bytes:
+    """Header lines but those of these names (with their colons)."""
+    return b"".join(line + b"\r\n" for line in head.split(b"\r\n") if line and not line.lower().startswith(names))
+
+
+def _header(headers: bytes, name: bytes) -> bytes:
+    for line in headers.split(b"\r\n"):
+        if line.lower().startswith(name + b":"):
+            return line[len(name) + 1 :].strip()
+    return b""
+
+
+def content_type(headers: bytes) -> bytes:
+    """The type that these header lines name; JSON where they name none."""
+    return _header(headers, b"content-type") or b"application/json"
+
+
+def _retry_after(headers: bytes) -> int | None:
+    value = _header(headers, b"retry-after")
+    return int(value) if value.isdigit() else None

@@ -1,0 +1,50 @@
+"""Checkers are only worth something if they see faults: each seeded one is caught, and by it alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdplane.core.receiver import Receiver
+from pdplane.core.table import RECEIVER, SENDER
+from pdplane.sim.broken import BROKEN, variant
+from pdplane.sim.run import run_broken, run_seed
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_seeded_fault_is_caught_and_the_same_seed_holds_without_it(name: str) -> None:
+    (caught,) = run_broken([name])
+    assert caught.seed is not None, f"{BROKEN[name].story}: not seen within {BROKEN[name].within_seeds} seeds"
+    fault = BROKEN[name]
+    assert run_seed(caught.seed, pattern=fault.pattern, fence=fault.fence).violation == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("free_at_abort", "O4"),
+        ("success_at_submit", "O3"),
+        ("resync_to_successor", "O4"),
+        ("lost_identity_check", "O4"),
+        ("freed_in_flight", "O2"),
+        ("double_grant", "O2"),
+        ("silent_failure", "crossing"),
+        ("second_verdict", "verdict"),
+        ("no_tombstone", "room"),
+    ],
+)
+def test_it_is_caught_by_the_rule_that_it_breaks(name: str, rule: str) -> None:
+    (caught,) = run_broken([name])
+    assert caught.violation.startswith(f"{rule}: ")
+
+
+def test_a_variant_leaves_no_trace_in_the_core() -> None:
+    before = (Receiver._move_pages, dict(RECEIVER), dict(SENDER))
+    for name in BROKEN:
+        with variant(name):
+            pass
+    assert (Receiver._move_pages, dict(RECEIVER), dict(SENDER)) == before
+
+
+def test_an_unknown_variant_is_named_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="no broken variant 'nonsense'; choose one of free_at_abort"):
+        run_seed(0, broken="nonsense")

@@ -1,0 +1,39 @@
+"""Fleets of the production core under every fault pattern: no rule breaks, every request ends, nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdplane.sim.faults import PATTERN_NAMES
+from pdplane.sim.plan import plan
+from pdplane.sim.run import run_many, run_seed
+
+SEEDS = 6
+
+
+@pytest.mark.parametrize("fence", [True, False], ids=["local_fence", "one_sided"])
+@pytest.mark.parametrize("pattern", PATTERN_NAMES)
+def test_no_rule_breaks(pattern: str, fence: bool) -> None:
+    outcomes = [run_seed(seed, pattern=pattern, fence=fence) for seed in range(SEEDS)]
+    assert [outcome.violation for outcome in outcomes] == [""] * SEEDS
+    assert all(sum(outcome.verdicts.values()) == outcome.requests for outcome in outcomes)
+
+
+def test_in_calm_every_request_is_answered() -> None:
+    outcomes = [run_seed(seed, pattern="calm") for seed in range(SEEDS)]
+    assert [outcome.verdicts for outcome in outcomes] == [{"ok": outcome.requests} for outcome in outcomes]
+
+
+def test_the_seeds_between_them_draw_every_pattern_both_transports_and_all_fleet_shapes() -> None:
+    plans = [plan(seed) for seed in range(200)]
+    assert {drawn.pattern for drawn in plans} == set(PATTERN_NAMES)
+    assert {drawn.fence for drawn in plans} == {True, False}
+    assert {(len(drawn.prefills), len(drawn.decodes)) for drawn in plans} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def test_many_seeds_come_back_in_order_from_several_processes() -> None:
+    seen: list[tuple[int, int]] = []
+    outcomes = run_many(45, start=100, jobs=2, progress=lambda done, of: seen.append((done, of)))
+    assert [outcome.seed for outcome in outcomes] == list(range(100, 145))
+    assert [outcome.violation for outcome in outcomes] == [""] * 45
+    assert seen[-1] == (45, 45)
