@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.errors import Refused
+from pdplane.observe.prometheus import Histogram
 from pdplane.router.body import read_body
 from pdplane.router.config import RouterConfig, parse_address
 from pdplane.router.front import FrontConnection
 from pdplane.router.legs.rooms import mint_room, mint_rooms
-from pdplane.router.metrics import Histogram
 from pdplane.router.outbox import Outbox
 from pdplane.router.policies import LeastLoad, RoundRobin
 from pdplane.router.records import Records, RequestRecord

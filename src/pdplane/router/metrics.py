@@ -25,15 +25,12 @@ class Metrics:
         yield from head("pdplane_router_answers_total", "Answers by path and status.", "counter")
         for (path, status), count in sorted(self.answers.items()):
             yield f'pdplane_router_answers_total{{path="{path}",status="{status}"}} {count}'
-        yield from labelled(
-            "pdplane_router_requests_total", "Requests by verdict.", "counter", "verdict", self.verdicts
-        )
-        yield from _labelled(
-            "pdplane_router_retries_total", "Retries by the cause of the first.", "cause", self.retries
-        )
-        yield from _labelled(
-            "pdplane_router_stripped_fields_total", "Topology fields removed from bodies.", "field", self.stripped
-        )  # fmt: skip
+        for name, help, label, values in (
+            ("requests", "Requests by verdict.", "verdict", self.verdicts),
+            ("retries", "Retries by the cause of the first.", "cause", self.retries),
+            ("stripped_fields", "Topology fields removed from clients' bodies.", "field", self.stripped),
+        ):
+            yield from labelled(f"pdplane_router_{name}_total", help, "counter", label, values)
         yield from single("pdplane_router_attempts_total", "Attempts opened.", "counter", self.attempts)
         yield from single("pdplane_router_late_total", "Late events that changed nothing.", "counter", self.late)
         yield from self.first_byte.lines("pdplane_router_first_byte_seconds", "Request read to first byte sent.")

@@ -10,11 +10,12 @@ import msgspec
 
 import pdplane
 from pdplane.core.errors import Cause, bad_request
+from pdplane.observe.prometheus import single
 from pdplane.wire.errors import error_body, error_detail
 
 from .answers import answer as plain_answer
 from .answers import json_answer
-from .metrics import per_worker, single
+from .metrics import per_worker
 
 if TYPE_CHECKING:
     from .front import Incoming

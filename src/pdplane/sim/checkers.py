@@ -183,7 +183,7 @@ class Ends:
         longest = max(r.prefill_delay_s + r.decode_delay_s for r in plan.requests)
         self.bound_s = prompt + longest + (0.0 if plan.calm_network else 12.0) + plan.trouble_s
         self._legs: dict[tuple[Instance, Rid], _Leg] = {}
-        self._open: dict[Room, list[_Leg]] = {}
+        self._open: dict[str, list[_Leg]] = {}  # by attempt: a rid without its last letter, which names the side
         self._first_use: dict[tuple[Instance, Room], Rid] = {}
         self.running = 0
 
@@ -192,7 +192,7 @@ class Ends:
             self.running += 1
             leg = _Leg(event.rid, event.room, who.side, who.instance, now)
             self._legs[who.instance, event.rid] = leg
-            self._open.setdefault(event.room, []).append(leg)
+            self._open.setdefault(event.rid[:-1], []).append(leg)
 
     def effect(self, who: Watched, effect: Effect, now: float) -> None:
         match effect:
@@ -227,7 +227,7 @@ class Ends:
 
     def crossed(self, now: float) -> None:
         """To be called every second or so."""
-        for room, legs in list(self._open.items()):
+        for attempt, legs in list(self._open.items()):
             running = [leg for leg in legs if leg.ended_at is None]
             for leg in running:
                 ends = [other.ended_at for other in legs if other.failed and other.side != leg.side]

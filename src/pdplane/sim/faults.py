@@ -167,15 +167,11 @@ def _freeze(rng: Random, names: list[str]) -> list[Fault]:
 
 
 def _slow_transfer(rng: Random, fleet: Fleet) -> list[Fault]:
-    return [
-        SlowTransfer(
-            process=name,
-            at_s=_when(rng),
-            for_s=rng.uniform(1.0, 6.0),
-            extra_s=rng.uniform(0.1, rng.choice((0.5, 3.0, 3.0, 40.0))),
-        )
-        for name in fleet[0]
-    ]
+    faults: list[Fault] = []
+    for name in fleet[0]:
+        extra_s = rng.uniform(0.1, rng.choice((0.5, 3.0, 3.0, 40.0)))
+        faults.append(SlowTransfer(process=name, at_s=_when(rng), for_s=rng.uniform(1.0, 6.0), extra_s=extra_s))
+    return faults
 
 
 def _lost_moves(rng: Random, fleet: Fleet) -> list[Fault]:

@@ -53,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`patterns` is what `pattern` stands for; `router_tells`: a leg's end at the router reaches the worker (many
     real routers never tell, and the protocol must do without). `prefill_step`: how much longer its engine's steps take.
+    `delay_s`: the range of a frame's delay.
     """
 
     seed: int
@@ -64,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prefill_limits: Limits
     decode_limits: Limits
     prefill_step: float
+    delay_s: tuple[float, float]
     router_tells: bool
     retries: int
     requests: tuple[Request, ...]
@@ -117,7 +119,8 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) ->
         decodes=decodes,
         prefill_limits=prefill_limits,
         decode_limits=decode_limits,
-        prefill_step=1.0 if pattern == "calm" else rng.choice((1.0, 1.0, 8.0, 40.0)),
+        prefill_step=1.0 if pattern == "calm" else rng.choice((1.0, 1.0, 1.0, 8.0, 40.0, 120.0)),
+        delay_s=rng.choice(((0.0003, 0.004), (0.0003, 0.004), (0.01, 0.2))),
         router_tells=rng.random() < 0.7,
         retries=rng.choice((0, 1, 1, 2)),
         requests=_requests(rng, patterns, min(prefill_limits.pages, decode_limits.pages) * page_size),

@@ -63,7 +63,7 @@ class SimWorld:
         self.rng = Random(f"run {plan.seed}")
         self.events = 0
         self.works: dict[Rid, Work] = {}
-        self.network = Network(self)
+        self.network = Network(self, plan.delay_s)
         self.fabric = MemoryFabric(auto=False, fence=plan.fence)
         self.pages = Pages(fence=plan.fence)
         self.ends = Ends(plan)
