@@ -11,6 +11,8 @@ from asking import Answer, ask
 from httpx import AsyncClient
 from prompts import Writer, log_uniform, shares, tokenizer
 
+from pdplane.engine.tokenizer import FolderTokenizer
+
 LONGEST = 2_000
 ENDPOINTS = (("completions", 3), ("chat", 4), ("token ids", 2), ("generate", 1))
 STREAMS = (("stream", 1), ("whole", 1))
@@ -21,16 +23,19 @@ FEW, MANY = 1, 16
 
 
 class Case(msgspec.Struct, kw_only=True):
-    """`ids`: the whole prompt as the model sees it; `tokens` of them. `endpoint`: a key of asking.PATHS."""
+    """`ids`: the prompt as the model sees it. `endpoint`: a key of asking.PATHS. `body`: whole after finish_bodies."""
 
     number: int
     kind: str
     stream: bool
     end: str
-    tokens: int
     ids: list[int]
     endpoint: str
     body: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
     def __str__(self) -> str:
         stream = "stream" if self.stream else "whole"
@@ -49,21 +54,31 @@ def make_cases(count: int, seed: int) -> list[Case]:
     streams, ends = shares(count, STREAMS, rng), shares(count, ENDS, rng)
     cases = []
     for number, (kind, length, stream, end) in enumerate(zip(kinds, lengths, streams, ends, strict=True), 1):
-        case = Case(
-            number=number, kind=kind, stream=stream == "stream", end=end, tokens=length, ids=[], endpoint=kind, body={}
+        ids, prompt = _prompt(kind, length - template * (kind == "chat"), words, writer)
+        cases.append(
+            Case(
+                number=number,
+                kind=kind,
+                stream=stream == "stream",
+                end=end,
+                ids=ids,
+                endpoint="completions" if kind == "token ids" else kind,
+                body=prompt,
+            )
         )
-        if kind == "chat":
-            turns = [{"role": "user", "content": writer.text(length - template)}]
-            case.ids, case.body = words.chat(turns), {"messages": turns}
-        elif kind == "token ids":
-            case.endpoint, case.ids = "completions", writer.ids(length)
-            case.body = {"prompt": case.ids}
-        else:
-            text = writer.text(length)
-            case.ids, case.body = words.encode(text), {"text" if kind == "generate" else "prompt": text}
-        case.tokens = len(case.ids)
-        cases.append(case)
     return cases
+
+
+def _prompt(kind: str, length: int, words: FolderTokenizer, writer: Writer) -> tuple[list[int], dict[str, Any]]:
+    """(ids of the whole prompt, the body's part that says it); `length` tokens without a template's own."""
+    if kind == "token ids":
+        ids = writer.ids(length)
+        return ids, {"prompt": ids}
+    text = writer.text(length)
+    if kind == "chat":
+        turns: list[dict[str, object]] = [{"role": "user", "content": text}]
+        return words.chat(turns), {"messages": turns}
+    return words.encode(text), {"text" if kind == "generate" else "prompt": text}
 
 
 def _kinds(lengths: list[int], template: int, rng: random.Random) -> list[str]:

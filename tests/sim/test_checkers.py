@@ -152,42 +152,42 @@ def test_o4_prefill_reuses_a_page_that_a_move_still_reads() -> None:
 def _ends() -> Ends:
     ends = Ends(plan(0, pattern="calm"))
     for who in (D, P):
-        leg = LegArrived(rid=Rid(f"a{who.side}"), room=Room(5), prompt=PromptId(b"", 4), max_new=2, deadline=300.0)
+        leg = LegArrived(rid=Rid(f"a{who.side[0]}"), room=Room(5), prompt=PromptId(b"", 4), max_new=2, deadline=300.0)
         ends.event(who, leg, 1.0)
     return ends
 
 
 def test_a_second_answer_breaks_the_verdict() -> None:
     ends = _ends()
-    ends.effect(D, AnswerFailed(Rid("adecode"), client_left("decode")), 2.0)
-    with pytest.raises(Violation, match="verdict: d0#1 answers adecode a second time"):
-        ends.effect(D, AnswerRow(Rid("adecode"), ROW), 3.0)
+    ends.effect(D, AnswerFailed(Rid("ad"), client_left("decode")), 2.0)
+    with pytest.raises(Violation, match="verdict: d0#1 answers ad a second time"):
+        ends.effect(D, AnswerRow(Rid("ad"), ROW), 3.0)
 
 
 def test_a_failure_must_cross_in_time() -> None:
     ends = _ends()
-    ends.effect(P, AnswerFailed(Rid("aprefill"), client_left("prefill")), 2.0)
+    ends.effect(P, AnswerFailed(Rid("ap"), client_left("prefill")), 2.0)
     ends.crossed(2.0 + ends.bound_s)
-    with pytest.raises(Violation, match=r"crossing: room 5: the other side failed .* adecode at d0#1 has not ended"):
+    with pytest.raises(Violation, match=r"crossing: attempt a: one side failed .* ad at d0#1 has not ended"):
         ends.crossed(2.1 + ends.bound_s)
 
 
 def test_prefills_good_end_starts_no_clock_for_decode() -> None:
     ends = _ends()
-    ends.effect(P, AnswerRow(Rid("aprefill"), ROW), 2.0)
+    ends.effect(P, AnswerRow(Rid("ap"), ROW), 2.0)
     ends.crossed(200.0)
 
 
 def test_a_leg_that_never_ends_is_named() -> None:
     ends = _ends()
-    ends.effect(P, AnswerRow(Rid("aprefill"), ROW), 2.0)
-    with pytest.raises(Violation, match="end: adecode at d0#1 never ended"):
+    ends.effect(P, AnswerRow(Rid("ap"), ROW), 2.0)
+    with pytest.raises(Violation, match="end: ad at d0#1 never ended"):
         ends.all_over()
 
 
 def test_a_room_is_taken_once() -> None:
     ends = _ends()
-    ends.effect(D, Note(Rid("adecode"), Room(5), "Queued"), 1.0)
+    ends.effect(D, Note(Rid("ad"), Room(5), "Queued"), 1.0)
     with pytest.raises(Violation, match="room: d0#1 takes b for room 5"):
         ends.effect(D, Note(Rid("b"), Room(5), "Queued"), 2.0)
 

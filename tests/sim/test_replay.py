@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pdplane.sim.run import replay_main, run_seed, sim_main
+from pdplane.sim.run import replay_main, run_broken, run_seed, sim_main
 
 _PRINT_DIGEST = """
 import hashlib
@@ -57,7 +57,9 @@ def test_replay_prints_the_trace_and_what_came_of_it(capsys: pytest.CaptureFixtu
 
 
 def test_replay_of_a_fault_ends_with_the_violation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay_main(0, pattern="cancels", fence=False, broken="free_at_abort", tail=5) == 1
+    (caught,) = run_broken(["free_at_abort"])
+    assert caught.seed is not None
+    assert replay_main(caught.seed, pattern="cancels", fence=False, broken="free_at_abort", tail=5) == 1
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 7
     assert out[-1].startswith("VIOLATION O4: ")

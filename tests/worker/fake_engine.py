@@ -134,16 +134,18 @@ class RuleEngine:
             self._changed.wait_for(lambda: self._allow != 0 or bool(self._aborted), timeout=0.05)
             aborted, self._aborted = self._aborted, set()
             allowed = self._allow != 0
-            if self._allow:
-                self._allow -= 1
         outputs = [self._end(sequence, "abort") for rid in aborted if (sequence := self._held.get(rid))]
         if not allowed:
             return outputs
         if self.fail:
             raise self.fail.pop(0)
-        for sequence in list(self._held.values()):
-            outputs += self._advance(sequence)
-        return outputs
+        done = [output for sequence in list(self._held.values()) for output in self._advance(sequence)]
+        with self._changed:
+            if done and self._allow:
+                self._allow -= 1
+            elif not done:
+                self._changed.wait(0.001)  # for a page, or for an end
+        return outputs + done
 
     # --- one request ---
 

@@ -44,7 +44,9 @@ class Member:
         self.exit: Callable[[], Awaitable[None]]
 
     async def leave(self) -> None:
-        """The process ends now, in the middle of whatever it does."""
+        """Stops in the middle of whatever it does, with an explicit error to all that it has."""
+        self.shell.cut("it stops in the middle")
+        await until(lambda: not self.shell.jobs)
         await self.exit()
 
     @property

@@ -220,6 +220,18 @@ def test_a_prefill_passes_the_engines_word_on_the_end() -> None:
     assert (emission.finish, emission.ended, emission.matched_stop) == ("length", "stop", ord("x"))
 
 
+def test_a_prefill_does_not_take_a_character_that_has_only_begun_for_a_stop_string() -> None:
+    """Its other bytes are decode's to sample; only an end here makes it a broken one, which reads as U+FFFD."""
+    begun = StepOutput(A, 3, token=Token("é".encode()[0]), finish="length")
+    bench = Bench([begun])
+    bench.add(request(prefill_only=True), "\ufffd")
+    assert [emission.ended for emission in bench.run()] == [None]
+    begun.ended = "length"
+    bench = Bench([begun])
+    bench.add(request(prefill_only=True), "\ufffd")
+    assert [emission.ended for emission in bench.run()] == ["stop"]
+
+
 def test_min_tokens_holds_a_stop_string_off() -> None:
     bench = Bench([out(A, "b")], [out(A, "b", finish="length")])
     bench.add(request(sampling=Sampling(max_tokens=2, min_tokens=2)), "b")

@@ -155,7 +155,8 @@ async def test_a_pair_that_does_not_fit_is_refused_naming_both_values(differs: s
     model, named = UNFIT[differs]
     async with fleet(decode={"model": model}, ready=False) as it:
         await until(lambda: all(worker.ready for worker in it.router.pairing.workers))
-        assert all(word in (await it.get("/ready"))["missing"] for word in named)
+        missing = (await it.get("/ready"))["missing"]
+        assert all(word in missing for word in named)
         answer = await it.post(COMPLETIONS, BODY)
         assert answer.status_code == 503
         assert all(word in answer.json()["error"]["message"] for word in named)

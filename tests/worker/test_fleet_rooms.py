@@ -86,7 +86,7 @@ async def test_a_bad_room_is_a_400_on_both_legs(room: Any, path: str) -> None:
             answer = await one.post(path, {**body, **pairing(it, room)})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bootstrap_room"), answer.text
         await it.at_rest()
-        await served(it, 1)
+        await served(it, 9)
 
 
 async def test_the_same_room_twice_in_one_batch_is_a_400() -> None:

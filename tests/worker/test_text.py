@@ -91,6 +91,12 @@ def test_a_stop_token_is_shown_where_the_stop_is_to_be_included() -> None:
     assert spelling(include_stop_str=True).end(last=ord("z")) == "z"
 
 
+def test_a_stop_string_that_only_the_end_completes_is_a_stop() -> None:
+    begun = list("é".encode()[:1])
+    spelled = spell(ByteTokenizer(), TextOptions(stop=("\ufffd",)), begun, "length")
+    assert (spelled.text, spelled.finish, spelled.matched_stop) == ("", "stop", "\ufffd")
+
+
 def test_special_tokens_are_shown_on_request() -> None:
     assert spelling().push(EOS) == ""
     assert spelling(skip_special_tokens=False).push(EOS) == "<end>"

@@ -33,7 +33,9 @@ def main(args: argparse.Namespace) -> int:
     with client(args.url, args.api_key, timeout_s=300.0) as http:
         status, models = get(http, "/v1/models")
         if status != 200:
-            raise BadSetting(f"{args.url} is not ready: {json.dumps(models)[:300]}")
+            raise BadSetting(f"{args.url} is not ready: {_said(models)}")
+        if not models.get("data"):
+            raise BadSetting(f"{args.url} serves no model")
         model = models["data"][0]["id"]
         conversation: list[dict[str, str]] = []
         if args.message:
@@ -99,6 +101,14 @@ def _piece(event: dict[str, Any]) -> str:
 
 def _message(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return _said(json.loads(body))
+    except ValueError:
         return body.decode(errors="replace")[:500]
+
+
+def _said(answer: Any) -> str:
+    """The words of an error answer, or all of it."""
+    try:
+        return str(answer["error"]["message"])
+    except (KeyError, TypeError):
+        return json.dumps(answer)[:500]

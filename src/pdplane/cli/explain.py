@@ -32,6 +32,8 @@ def main(args: argparse.Namespace) -> int:
     if status != 200:
         message = record.get("error", {}).get("message", record) if isinstance(record, dict) else record
         raise BadSetting(f"{message}; the router keeps the last requests only")
+    if "attempts" not in record:
+        raise BadSetting(f"{args.url} is a worker; give the router's URL with --url: it knows both sides")
     legs = _legs(record)
     if args.json:
         print(json.dumps({"router": record, "legs": legs}, indent=2))

@@ -26,12 +26,14 @@ def main(args: argparse.Namespace) -> int:
     """0 where at least one whole pair serves, else 1."""
     with client(args.url) as router:
         status, ready = get(router, "/ready")
-        _, workers = get(router, "/workers")
+        found, workers = get(router, "/workers")
+    if found != 200:
+        raise BadSetting(f"{args.url} has no /workers: is it a router? Give the router's URL with --url")
     told = [{**worker, "server_info": _server_info(worker["url"])} for worker in workers["workers"]]
     if args.json:
         print(json.dumps({"ready": status == 200, "why": ready, "workers": told}, indent=2))
         return 0 if status == 200 else 1
-    print(f"router {args.url}: {'ready' if status == 200 else 'not ready: ' + _why(ready)}")
+    print(f"router {args.url}: " + ("ready" if status == 200 else f"not ready: {ready['missing']}"))
     for worker in told:
         print(_line(worker))
     return 0 if status == 200 else 1
@@ -44,10 +46,6 @@ def _server_info(url: str) -> dict[str, Any] | None:
             return body if status == 200 else None
     except BadSetting:
         return None
-
-
-def _why(ready: Any) -> str:
-    return str(ready.get("error", {}).get("message", ready)) if isinstance(ready, dict) else str(ready)
 
 
 def _line(worker: dict[str, Any]) -> str:

@@ -211,7 +211,7 @@ async def _ready(http: httpx.AsyncClient, url: str) -> tuple[bool, str]:
         answer = await http.get(url)
         if answer.status_code == 200:
             return True, ""
-        return False, str(json.loads(answer.content)["error"]["message"])
+        return False, str(json.loads(answer.content)["missing"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False, ""
 

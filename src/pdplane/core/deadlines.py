@@ -37,6 +37,10 @@ class Timers(Generic[K]):
     def is_set(self, key: K) -> bool:
         return key in self._due
 
+    def running(self) -> list[K]:
+        """The keys that are set, for whoever asks what is still waited for."""
+        return list(self._due)
+
     def pop_due(self, now: float) -> K | None:
         """One key whose time has come, cleared; None where there is none."""
         self._skip_stale()

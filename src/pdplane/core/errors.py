@@ -13,8 +13,9 @@ class Cause(msgspec.Struct, frozen=True, omit_defaults=True):
     """code: stable, snake_case, for machines. message: names the values and the remedy, for people.
 
     side: "prefill" | "decode" | "router" | "", where it arose, which need not be where it was noticed: a retry avoids
-    the worker of that side, so a dead peer is named and not the one who misses it. retryable: nothing of the request can still have
-    an effect elsewhere that a new attempt (new room, new rid) would meet.
+    the worker of that side, so a dead peer is named and not the one who misses it.
+    retryable: nothing of the request can still have an effect elsewhere that a new attempt (new room, new rid) would
+    meet.
     """
 
     code: str

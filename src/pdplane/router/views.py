@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -38,7 +39,7 @@ def answer(router: Router, incoming: Incoming, *, close: bool) -> Answer:
             return _not_allowed(method, path, "GET", close)
         return _head_only(_GET[path](router, close), method)
     if path.startswith("/requests/"):
-        return _request(router, path.removeprefix("/requests/"), close)
+        return _request(router, unquote(path.removeprefix("/requests/")), close)
     if path == "/abort_request":
         return _abort(router, incoming, close) if method == "POST" else _not_allowed(method, path, "POST", close)
     if path in ("/v1/chat/completions", "/v1/completions", "/generate"):

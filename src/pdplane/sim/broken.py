@@ -162,7 +162,7 @@ def _double_grant(stack: ExitStack) -> None:
 def _silent_failure(stack: ExitStack) -> None:
     """I08: prefill's failure stays at prefill."""
     for cell, (state, actions) in list(SENDER.items()):
-        kept = tuple(action for action in actions if action not in (SA.FAILED, SA.DRAINED))
+        kept = tuple(action for action in actions if action is not SA.FAILED)
         stack.enter_context(patch.dict(cast("dict[Any, Any]", SENDER), {cell: (state, kept)}))
 
 

@@ -233,12 +233,10 @@ class Ends:
                 ends = [other.ended_at for other in legs if other.failed and other.side != leg.side]
                 since = max(leg.arrived_at, min((end for end in ends if end is not None), default=now))
                 if now - since > self.bound_s:
-                    text = (
-                        f"room {room}: the other side failed {now - since:.1f} s ago, and {leg.rid} at {leg.instance}"
-                    )
-                    raise Violation("crossing", f"{text} has not ended (bound {self.bound_s:.1f} s)")
+                    text = f"attempt {attempt}: one side failed {now - since:.1f} s ago (bound {self.bound_s:.1f} s)"
+                    raise Violation("crossing", f"{text}, and {leg.rid} at {leg.instance} has not ended")
             if not running and all(now - (leg.ended_at or 0.0) > 60.0 for leg in legs):
-                del self._open[room]
+                del self._open[attempt]
 
     def all_over(self) -> None:
         for leg in self._legs.values():
@@ -274,7 +272,7 @@ def at_rest(who: Watched, plan: Plan) -> None:
         left = {"claims": len(node.reserve), "running": len(node.batch)}
         if any(left.values()):
             raise Violation("rest", f"{name} keeps {left}")
-    timers = [key for key in node.timers._due if key[0] not in ("sessions", "owed")]  # owed: a tombstone's
+    timers = [key for key in node.timers.running() if key[0] not in ("sessions", "owed")]  # owed: a tombstone's
     if timers:
         raise Violation("rest", f"{name} has clocks running: {timers}")
 

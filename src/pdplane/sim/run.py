@@ -163,7 +163,8 @@ def sim_main(
         print(file=sys.stderr)
     _report(outcomes, time.monotonic() - began)
     bad = [outcome for outcome in outcomes if outcome.violation]
-    return 1 if _report_bad(bad) + (_report_broken() if broken else 0) else 0
+    options = f" --pattern {pattern}" if pattern else ""
+    return 1 if _report_bad(bad, options) + (_report_broken() if broken else 0) else 0
 
 
 def _report(outcomes: Sequence[Outcome], took_s: float) -> None:
@@ -180,10 +181,10 @@ def _report(outcomes: Sequence[Outcome], took_s: float) -> None:
     print("ends: " + ", ".join(f"{code} {count}" for code, count in verdicts.most_common()))
 
 
-def _report_bad(bad: Sequence[Outcome]) -> int:
+def _report_bad(bad: Sequence[Outcome], options: str) -> int:
     for outcome in bad[:10]:
         print(f"seed {outcome.seed} ({outcome.pattern}): {outcome.violation}")
-        print(f"  pdplane replay {outcome.seed}")
+        print(f"  pdplane replay {outcome.seed}{options}")
     if len(bad) > 10:
         print(f"... and {len(bad) - 10} more")
     if not bad:

@@ -272,7 +272,7 @@ class SimWorld:
     def _land(self, batch: Batch, index: int, target: Process) -> None:
         alive = target.alive and target.instance == batch.dst
         before = target.landing.table.discarded.total() if alive else 0
-        tags = [bytes(view) for view in self.fabric._bytes_of(batch)]
+        tags = self._tags(batch)
         self.fabric.deliver(index)
         placed = alive and (not self.plan.fence or target.landing.table.discarded.total() == before)
         ghost = " (ghost)" if batch.ghost is not None else ""
@@ -280,6 +280,14 @@ class SimWorld:
         self.say(batch.src, f"move {batch.number} of grant {batch.grant} {what}{ghost}")
         if placed:
             self.pages.landed(batch, tags, self.works)
+
+    def _tags(self, batch: Batch) -> Sequence[bytes]:
+        """What the batch carries: a ghost its own copy, any other what its pages hold now."""
+        if batch.ghost is not None:
+            return batch.ghost
+        source = self.processes[str(batch.src).partition("#")[0]]
+        assert source.instance == batch.src
+        return [bytes(source.pool.page(pair.src)) for pair in batch.pairs]
 
     def tear_down(self, who: Process, peer: Instance) -> None:
         """A one-sided fabric flushes what it has begun: each write lands now, or never. With a fence at the other end,

@@ -6,7 +6,7 @@ import dataclasses
 
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
-from pdplane.settings import setting
+from pdplane.settings import BadSetting, flag_of, setting
 
 from .http.settings import HttpSettings
 
@@ -41,6 +41,21 @@ class WorkerConfig(HttpSettings):
     shutdown_s: float = setting(10.0, "on SIGTERM: how long running requests may finish")
     secret: str = setting("", "shared secret of control sessions", secret=True)
     log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "pool_mb", "max_running", "max_queue", "threads", "body_limit_bytes"):
+            self._check(name, least=1)
+        for name in ("request_timeout_s", "queue_limit_s", "progress_limit_s", "drain_limit_s", "beat_s", "silent_s"):
+            self._check(name, least=0.001)
+        for name in ("grace_s", "shutdown_s", "port", "control_port", "data_port", "bootstrap_port"):
+            self._check(name, least=0)
+        if self.silent_s <= self.beat_s:
+            raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
+
+    def _check(self, name: str, *, least: float) -> None:
+        value = getattr(self, name)
+        if not value >= least:
+            raise BadSetting(f"{flag_of(name)} {value:g} is too little; give {least:g} or more")
 
     @property
     def peer_host(self) -> str:

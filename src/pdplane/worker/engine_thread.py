@@ -263,7 +263,8 @@ class EngineThread:
             emission.tokens = [output.token]
             if end != "stop":
                 emission.text = sample.spelling.push(output.token.id)
-        if sample.spelling.matched is None and output.finish is not None:
+        over = output.ended if sample.prefill_only else output.finish  # a handed-off sample's text goes on elsewhere
+        if sample.spelling.matched is None and over is not None:
             last = output.token.id if output.token is not None and end == "stop" else None
             emission.text += sample.spelling.end(last)
             emission.matched_stop = last

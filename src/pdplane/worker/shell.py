@@ -342,6 +342,8 @@ class Shell(Generic[N]):
         for emission in emissions:
             if emission.released:
                 self._in_engine.discard(emission.rid)
+            elif emission.finish == "error":  # a step failed: the engine lets go of its pages later
+                self.post(Cancel(emission.rid, Cause("engine_error", emission.error, 500, side=self.role)))
             self._take(emission)
 
     def _take(self, emission: Emission) -> None:

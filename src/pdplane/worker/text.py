@@ -89,7 +89,9 @@ def spell(
     last = tokens[-1] if ended == "stop" and tokens else None
     if ended is not None:
         text += spelling.end(last)
-    return Spelled(text=text, finish=ended, matched_stop=last if spelling.matched is None else spelling.matched)
+    if spelling.matched is not None:
+        return Spelled(text=text, finish="stop", matched_stop=spelling.matched)
+    return Spelled(text=text, finish=ended, matched_stop=last)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

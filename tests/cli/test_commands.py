@@ -1,0 +1,231 @@
+"""Every command explains itself, and says what to mend where it cannot run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdplane.cli.main import main, parser
+from tests.engine.tiny import write_checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+
+FLAGS = {
+    "up": ["--prefill", "--decode", "--model", "--port"],
+    "worker": ["--role", "--model", "--port", "--bootstrap-port", "--control-port", "--data-port", "--pool-mb"],
+    "router": ["--prefill", "--decode", "--worker", "--policy", "--port", "--api-key"],
+    "registry": ["--host", "--port"],
+    "model": ["install"],
+    "status": ["--url", "--json"],
+    "chat": ["--url", "--max-tokens"],
+    "explain": ["--url", "--json", "id"],
+    "sim": ["--seeds"],
+    "replay": ["seed", "--pattern"],
+}
+TARGETS = (
+    "serve test sim bench-equality bench-cancel bench-engine bench-handoff bench-router bench-registry trial-kill docs"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home in which nothing is installed."""
+    monkeypatch.setenv("PDPLANE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port that somebody listens on."""
+    with contextlib.closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield str(sock.getsockname()[1])
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 2) -> str:
+    """What a command that cannot run says on stderr."""
+    assert main(argv) == code
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_names_every_flag_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    help = capsys.readouterr().out
+    assert all(flag in help for flag in FLAGS[command])
+    assert len(help.splitlines()) > 4
+
+
+def test_help_without_a_command_names_every_command_and_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help = capsys.readouterr().out
+    assert all(command in help for command in FLAGS)
+    assert "pdplane model install" in help
+    assert set(parser()._subparsers._group_actions[0].choices or ()) == set(FLAGS)  # type: ignore[union-attr]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "pdplane", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("pdplane ")
+
+
+@pytest.mark.parametrize("target", TARGETS.split())
+def test_every_make_target_is_there(target: str) -> None:
+    targets = " ".join(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)).split()
+    assert target in targets
+
+
+# --- ports --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--port", "--prefill-port", "--decode-port", "--bootstrap-port"])
+def test_up_names_a_taken_port_with_its_setting(
+    flag: str, taken: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = said(capsys, "up", "--model", str(model), flag, taken)
+    assert taken in error
+    assert flag in error
+
+
+@pytest.mark.parametrize("flag", ["--port", "--bootstrap-port", "--control-port"])
+def test_a_prefill_names_a_taken_port_with_its_setting(
+    flag: str, taken: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = {"--port": "0", "--bootstrap-port": "0"}
+    argv = [part for pair in ({**free, flag: taken}).items() for part in pair]
+    error = said(capsys, "worker", "--role", "prefill", "--model", str(model), "--pool-mb", "4", *argv)
+    assert taken in error
+    assert flag in error
+
+
+def test_a_decode_names_a_taken_data_port(taken: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--role", "decode", "--model", str(model), "--pool-mb", "4", "--port", "0", "--data-port", taken]
+    error = said(capsys, "worker", *argv)
+    assert taken in error
+    assert "--data-port" in error
+
+
+def test_a_router_and_a_registry_name_a_taken_port(taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+    for argv in (["router", *pair, "--port", taken], ["registry", "--port", taken]):
+        error = said(capsys, *argv)
+        assert taken in error
+        assert "--port" in error
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[list[str], list[str]]] = [
+    (["up", "--port", "eight"], ["--port", "'eight'"]),
+    (["up", "--prefill", "0"], ["--prefill 0", "--decode 1"]),
+    (["up", "--decode", "-1"], ["negative"]),
+    (["worker", "--port", "70000"], ["70000", "--port"]),
+    (["worker", "--port", "-1"], ["--port", "-1"]),
+    (["worker", "--pool-mb", "0"], ["--pool-mb", "0"]),
+    (["worker", "--page-size", "0"], ["--page-size", "0"]),
+    (["worker", "--max-running", "0"], ["--max-running", "0"]),
+    (["worker", "--request-timeout-s", "nan"], ["--request-timeout-s", "nan"]),
+    (["worker", "--beat-s", "9"], ["--silent-s 5", "--beat-s 9"]),
+    (["router"], ["--prefill", "--decode"]),
+    (["router", "--prefill", "nowhere", "--decode", "http://127.0.0.1:1"], ["nowhere"]),
+    (["router", "--worker", "http://127.0.0.1:1", "--retries", "-1"], ["retries", "-1"]),
+    (["registry", "--port", "70000"], ["70000"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD, ids=lambda value: " ".join(value))
+def test_a_bad_setting_is_named_with_its_value(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = said(capsys, *argv)
+    assert all(word in error for word in words), error
+
+
+def test_a_bad_setting_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDPLANE_POOL_MB", "lots")
+    assert "PDPLANE_POOL_MB: 'lots'" in said(capsys, "worker")
+
+
+def test_a_choice_that_is_none_ends_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["worker", "--role", "chef"])
+    assert ended.value.code == 2
+    assert "aggregated" in capsys.readouterr().err
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [["up"], ["worker", "--port", "0"]], ids=lambda argv: argv[0])
+def test_without_a_model_the_remedy_is_said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pdplane model install" in said(capsys, *argv)
+
+
+def test_model_path_says_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pdplane model install" in said(capsys, "model", "path", code=1)
+
+
+@pytest.mark.parametrize("argv", [["up"], ["worker", "--port", "0"]], ids=lambda argv: argv[0])
+def test_a_model_folder_that_is_missing_is_named(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = said(capsys, *argv, "--model", str(tmp_path / "nowhere"))
+    assert "nowhere" in error
+    assert "Hugging Face" in error
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def rename(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+
+
+DAMAGE = {
+    "truncated": (truncate, ["model.safetensors", "truncated", "download the model again"]),
+    "of another architecture": (rename, ["config.json", "MambaForCausalLM", "LlamaForCausalLM"]),
+    "without weights": (lambda folder: (folder / "model.safetensors").unlink(), ["*.safetensors"]),
+    "without a config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "missing"]),
+    "without a tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_model_is_named_with_file_and_remedy(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm, words = DAMAGE[damage]
+    folder = write_checkpoint(tmp_path / "model")
+    harm(folder)
+    error = said(capsys, "worker", "--port", "0", "--model", str(folder))
+    assert all(word in error for word in words), error
+
+
+def test_a_pool_that_holds_no_page_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["worker", "--port", "0", "--model", str(model), "--pool-mb", "1", "--page-size", "4096"]
+    error = said(capsys, *argv)
+    assert "--pool-mb 1" in error
+    assert "needs" in error

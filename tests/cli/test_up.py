@@ -1,0 +1,160 @@
+"""`pdplane up`: what it would start, and how it tells of children that die."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import pytest
+
+from pdplane.cli.child import Child
+from pdplane.cli.main import parser
+from pdplane.cli.up import UpConfig, _until_ready, _watch, plan
+from pdplane.settings import BadSetting, load
+from pdplane.worker.config import WorkerConfig
+from tests.worker.fleets import fleet, until
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-u", "-c", code]
+
+
+WAITS = "import time; print('here', flush=True); time.sleep(600)"
+
+
+def test_ports_count_up_and_the_router_knows_every_worker() -> None:
+    parts = plan(UpConfig(prefill=2, decode=2, aggregated=1, port=9000))
+    assert [part.name for part in parts] == [
+        "prefill 0",
+        "prefill 1",
+        "decode 0",
+        "decode 1",
+        "aggregated 0",
+        "router",
+    ]
+    ports = [port for part in parts for port in part.ports]
+    assert ports == [
+        ("prefill_port", 8100),
+        ("bootstrap_port", 8998),
+        ("prefill_port", 8101),
+        ("bootstrap_port", 8999),
+        ("decode_port", 8200),
+        ("decode_port", 8201),
+        ("aggregated_port", 8300),
+        ("port", 9000),
+    ]
+    router = parts[-1].arguments
+    for address in ("http://127.0.0.1:8100@8998", "http://127.0.0.1:8101@8999", "http://127.0.0.1:8201"):
+        assert address in router
+
+
+def test_every_childs_arguments_are_a_command_that_parses_to_what_was_asked() -> None:
+    config = UpConfig(model="/models/m", pool_mb=7, max_running=3, batch_invariant=True, request_timeout_s=9.0)
+    for part in plan(config):
+        args = parser().parse_args(part.arguments)
+        assert args.command == ("router" if part.name == "router" else "worker")
+        if part.name != "router":
+            worker = load(WorkerConfig, vars(args), {})
+            assert (worker.model, worker.pool_mb, worker.max_running) == ("/models/m", 7, 3)
+            assert (worker.batch_invariant, worker.request_timeout_s) == (True, 9.0)
+
+
+@pytest.mark.parametrize("config", [UpConfig(prefill=0), UpConfig(decode=0), UpConfig(prefill=-1)])
+def test_a_fleet_without_a_pair_is_refused(config: UpConfig) -> None:
+    with pytest.raises(BadSetting):
+        plan(config)
+
+
+def test_aggregated_workers_alone_are_a_fleet() -> None:
+    parts = plan(UpConfig(prefill=0, decode=0, aggregated=1))
+    assert [part.name for part in parts] == ["aggregated 0", "router"]
+
+
+# --- children -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_childs_lines_are_shown_under_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    child = await Child.start("prefill 0", python("print('one'); print('two')"))
+    assert await child.wait() == 0
+    await child.end(5)
+    assert capsys.readouterr().out == "[prefill 0] one\n[prefill 0] two\n"
+
+
+async def test_a_dead_childs_obituary_has_its_last_lines_and_how_it_died() -> None:
+    child = await Child.start("decode 0", python("for i in range(50): print('line', i)\nraise SystemExit(3)"))
+    await child.wait()
+    await child.end(5)
+    told = child.obituary()
+    assert "decode 0" in told
+    assert "exit code 3" in told
+    assert "line 49" in told
+    assert "line 2\n" not in told
+
+
+async def test_a_killed_childs_obituary_names_the_signal() -> None:
+    child = await Child.start("decode 0", python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    await child.wait()
+    await child.end(5)
+    assert "SIGKILL" in child.obituary()
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS
+    child = await Child.start("router", python(stubborn))
+    await until(lambda: "here" in capsys.readouterr().out)
+    await child.end(0.05)
+    assert "SIGKILL" in child.obituary()
+    assert "killed" in capsys.readouterr().err
+
+
+async def test_a_child_that_dies_while_the_fleet_starts_ends_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    well = await Child.start("prefill 0", python(WAITS))
+    dead = await Child.start("decode 0", python("raise SystemExit('pdplane worker: --model: no such thing')"))
+    await dead.wait()
+    try:
+        assert not await _until_ready(UpConfig(port=1), [well, dead], asyncio.Event())
+    finally:
+        await well.end(5)
+        await dead.end(5)
+    assert "decode 0" in capsys.readouterr().err
+
+
+async def test_a_child_that_dies_later_is_told_and_the_rest_serves_on(capsys: pytest.CaptureFixture[str]) -> None:
+    well = await Child.start("prefill 0", python(WAITS))
+    dying = await Child.start("decode 0", python("print('the last word'); raise SystemExit(7)"))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(_watch([well, dying], stop))
+    told = ""
+    async with asyncio.timeout(10):
+        while "exit code 7" not in told:
+            await asyncio.sleep(0.005)
+            told += capsys.readouterr().err
+    assert "the last word" in told
+    assert not well.ended
+    stop.set()
+    assert await watching == 1
+    await well.end(5)
+    await dying.end(5)
+
+
+async def test_a_stop_of_a_healthy_fleet_is_0() -> None:
+    well = await Child.start("prefill 0", python(WAITS))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(_watch([well], stop))
+    await asyncio.sleep(0)
+    stop.set()
+    assert await watching == 0
+    await well.end(5)
+    assert well._process.returncode == -signal.SIGTERM
+
+
+async def test_the_wait_for_a_pair_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fleet() as it:
+        it.decode.shell.drain("it is stopping")
+        await until(lambda: not it.router.pairing.ready)
+        stop = asyncio.Event()
+        waiting = asyncio.create_task(_until_ready(UpConfig(port=int(it.url.rsplit(":", 1)[1])), [], stop))
+        await until(lambda: "waiting: no decode is ready" in capsys.readouterr().out)
+        stop.set()
+        assert not await waiting
