@@ -24,11 +24,24 @@ PATH = "/v1/completions"
 IDLE_LIMIT_S = 1.0
 ABORT_ANSWER_LIMIT_S = 2.0
 AIM_S = 0.150
-WORKER_ARGS = ("--batch-invariant", "--max-running", "3", "--pool-mb", "384")
+WORKER_ARGS = ("--batch-invariant", "--pool-mb", "384")
+PREFILL_ARGS = ("--max-running", "2")
+DECODE_ARGS = ("--max-running", "2")
 """Few places and pages: queues form at prefill, for decode's pages and for its batch."""
 
-MOMENTS = (("at once", 5), ("timed", 24), ("first byte", 8), ("mid-stream", 16), ("last byte", 7))
+MOMENTS = (
+    ("at once", 5), ("timed", 9), ("queued at prefill", 5), ("computing", 8), ("moving", 8),
+    ("waiting for the batch", 6), ("first byte", 6), ("mid-stream", 10), ("last byte", 5),
+)  # fmt: skip
 """When a client means to leave, and how many parts of them do."""
+
+STATES = {
+    "queued at prefill": ("decode", "Granted"),
+    "computing": ("prefill", "Streaming"),
+    "moving": ("prefill", "moving"),
+    "waiting for the batch": ("decode", "Success"),
+}
+"""What a worker's record says when such a moment has come; the client leaves a random moment later."""
 
 PHASES = (
     "before headers", "waiting for pages", "queued at prefill", "computing", "moving", "waiting for the batch",
@@ -57,10 +70,10 @@ class Drop:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200, help="how many are dropped [200]")
-    parser.add_argument("--concurrency", type=int, default=10, help="how many are in flight at once [10]")
+    parser.add_argument("--concurrency", type=int, default=12, help="how many are in flight at once [12]")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    with fleet(1, 1, worker_args=WORKER_ARGS) as running:
+    with fleet(1, 1, worker_args=WORKER_ARGS, prefill_args=PREFILL_ARGS, decode_args=DECODE_ARGS) as running:
         faults = asyncio.run(bench(running, options.requests, options.concurrency, random.Random(options.seed)))
     for fault in faults:
         print(f"FAULT: {fault}")
@@ -77,7 +90,7 @@ async def bench(running: Fleet, requests: int, concurrency: int, rng: random.Ran
     expected = [await answer(url, prompt, most) for prompt, most in known]
     drops = plan(url, writer, requests, rng)
     print(f"{requests} requests at concurrency {concurrency}, each dropped", flush=True)
-    await storm(drops, concurrency)
+    await storm(running, drops, concurrency)
     last = max(drop.dropped_at for drop in drops)
     _, left = await asyncio.to_thread(wait_idle, running, 10.0)
     idle_s = time.time() - last
@@ -117,32 +130,35 @@ def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]
     drops = []
     lengths = log_uniform(count, 16, 1500, rng)
     for number, moment in enumerate(shares(count, MOMENTS, rng)):
-        most = rng.randint(8, 32)
+        most = rng.randint(24, 96)
         stream = moment in ("first byte", "mid-stream", "last byte") or rng.random() < 0.7
-        after_s = rng.uniform(0.0, 0.006) if moment == "at once" else 0.02 * 500 ** rng.random()
+        after_s = 0.02 * 600 ** rng.random() if moment == "timed" else rng.uniform(0.0, 0.006)
         after_tokens = {"first byte": 1, "mid-stream": rng.randint(2, most - 1), "last byte": most}.get(moment, 0)
-        call = Call(url, PATH, body(writer.ids(lengths[number]), most, stream=stream), label=f"drop-{number}")
+        tokens = min(lengths[number], 64) if moment == "waiting for the batch" else lengths[number]
+        call = Call(url, PATH, body(writer.ids(tokens), most, stream=stream), label=f"drop-{number}")
         drops.append(Drop(call, moment, rng.random() < 0.3, after_s, after_tokens))
     return drops
 
 
-async def storm(drops: list[Drop], concurrency: int) -> None:
+async def storm(running: Fleet, drops: list[Drop], concurrency: int) -> None:
     waiting = iter(drops)
 
     async def client() -> None:
         for drop in waiting:
             try:
-                await ask_and_leave(drop)
+                await ask_and_leave(running, drop)
             except OSError as error:
                 drop.fault = f"{drop.call.label}: {error}"
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
 
 
-async def ask_and_leave(drop: Drop) -> None:
+async def ask_and_leave(running: Fleet, drop: Drop) -> None:
     call = drop.call
     await call.send()
     reading = asyncio.create_task(_read_until(drop))
+    if drop.moment in STATES:
+        await _until_state(running, drop)
     # The clock runs for all of them: who means to see bytes and sees none for long leaves from the queue.
     await asyncio.wait({reading}, timeout=drop.after_s if not drop.after_tokens else 60.0)
     drop.seen_tokens, drop.seen_finish = call.tokens, bool(call.finish)
@@ -164,6 +180,19 @@ async def _read_until(drop: Drop) -> None:
     while await drop.call.read_some():
         if drop.after_tokens and drop.call.tokens >= drop.after_tokens and not drop.dropped_at:
             return
+
+
+async def _until_state(running: Fleet, drop: Drop) -> None:
+    """Until a worker has noted the state that the client waits for, or the answer is over."""
+    assert running.router is not None
+    side, state = STATES[drop.moment]
+    worker = running.prefills[0] if side == "prefill" else running.decodes[0]
+    _, record = await get(running.router.url, f"/requests/{drop.call.label}")
+    while not drop.call.ended_at:
+        for attempt in record["attempts"]:
+            if state in [found for _, found in await timeline(worker, attempt["rids"][0])]:
+                return
+        await asyncio.sleep(0.02)
 
 
 async def _abort(drop: Drop) -> None:

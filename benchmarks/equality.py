@@ -5,7 +5,7 @@
 All workers run batch-invariant. First the aggregated worker answers alone, one request after the other; then each
 fleet answers the same requests at each concurrency. Text, finish reason, matched stop, usage and, where the dialect
 shows them, token ids must be equal, and the fleet must be back at its idle figures. Exit status 1 where it is not so.
-About five minutes on two idle cores, a minute with --quick.
+Measured on two cores that others used too: 11 minutes, and under 3 with --quick.
 """
 
 from __future__ import annotations

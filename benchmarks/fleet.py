@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +135,19 @@ def fleet(
     aggregated: int = 0,
     *,
     worker_args: Sequence[str] = (),
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Ready when entered, stopped when left. The router fronts the pairs; aggregated workers stand alone."""
+    """Ready when entered, stopped when left. The router fronts the pairs; aggregated workers stand alone. A role's
+    arguments come before those of all workers."""
     with tempfile.TemporaryDirectory(prefix="pdplane-fleet-") as folder:
-        made = _plan(Path(folder), prefill, decode, aggregated, worker_args, router_args)
+        by_role = {
+            "prefill": [*prefill_args, *worker_args],
+            "decode": [*decode_args, *worker_args],
+            "aggregated": worker_args,
+        }
+        made = _plan(Path(folder), prefill, decode, aggregated, by_role, router_args)
         try:
             for process in made.all:
                 process.start()
@@ -154,13 +162,18 @@ def fleet(
 
 
 def _plan(
-    folder: Path, prefill: int, decode: int, aggregated: int, worker_args: Sequence[str], router_args: Sequence[str]
+    folder: Path,
+    prefill: int,
+    decode: int,
+    aggregated: int,
+    by_role: Mapping[str, Sequence[str]],
+    router_args: Sequence[str],
 ) -> Fleet:
     ports = iter(free_ports(2 * prefill + decode + aggregated + 1))
 
     def worker(role: str, index: int, extra: Sequence[str] = ()) -> Process:
         port = next(ports)
-        arguments = ["worker", "--role", role, "--port", str(port), "--log-level", "warning", *extra, *worker_args]
+        arguments = ["worker", "--role", role, "--port", str(port), "--log-level", "warning", *extra, *by_role[role]]
         return Process(f"{role} {index}", arguments, f"http://127.0.0.1:{port}", folder / f"{role}-{index}.log")
 
     bootstraps = [next(ports) for _ in range(prefill)]

@@ -116,3 +116,9 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PDPLANE_PORT", "9123")
     given: dict[str, Any] = {}
     assert load(Config, given).port == 9123
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    with pytest.raises(BadSetting, match=f"--port: {port} is no port; give one from 0 to 65535"):
+        parse("--port", port)

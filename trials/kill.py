@@ -267,7 +267,9 @@ class Health:
 
 async def at_work(running: Fleet, victim: Process) -> None:
     """Returns when the victim has requests to lose."""
-    while (await seen_by_router(running))[victim.url]["load"] < 2:
+    for _ in range(500):
+        if (await seen_by_router(running))[victim.url]["load"] >= 2:
+            return
         await asyncio.sleep(0.02)
 
 
@@ -287,7 +289,7 @@ async def seen_by_router(running: Fleet) -> dict[str, dict[str, Any]]:
 async def trial(running: Fleet, prompts: int, concurrency: int, rng: random.Random) -> list[str]:
     assert running.router is not None
     writer = Writer(tokenizer(), rng, plain=True)
-    wanted = [Known(writer.ids(tokens), rng.randint(8, 24)) for tokens in log_uniform(prompts, 16, 500, rng)]
+    wanted = [Known(writer.ids(tokens), rng.randint(8, 24)) for tokens in log_uniform(prompts, 16, 300, rng)]
     known: list[Known] = []
     for known_one in wanted:
         asked = await ask(running.router.url, known_one)
@@ -306,7 +308,7 @@ async def trial(running: Fleet, prompts: int, concurrency: int, rng: random.Rand
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=16, help="distinct prompts [16]")
-    parser.add_argument("--concurrency", type=int, default=10, help="streams at a time [10]")
+    parser.add_argument("--concurrency", type=int, default=8, help="streams at a time [8]")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     started = time.monotonic()

@@ -79,6 +79,8 @@ def load(config: type[T], given: Mapping[str, Any] | None = None, env: Mapping[s
         else:
             continue
         read = [_read(kind, item, origin, field.metadata["choices"]) for item in (raw if many else [raw])]
+        for value in read:
+            _check_port(field.name, value, origin)
         values[field.name] = tuple(read) if many else read[0]
     return config(**values)
 
@@ -115,6 +117,12 @@ def _read(kind: type[Any], raw: Any, origin: str, choices: Sequence[str] | None)
     if choices and value not in choices:
         raise BadSetting(f"{origin}: {value!r} is not one of {', '.join(choices)}")
     return value
+
+
+def _check_port(name: str, value: object, origin: str) -> None:
+    """Every setting that is called a port is one: some event loops take a larger number for another port."""
+    if name.split("_")[-1] == "port" and isinstance(value, int) and not 0 <= value <= 65535:
+        raise BadSetting(f"{origin}: {value} is no port; give one from 0 to 65535")
 
 
 def _show(value: object) -> str:

@@ -145,7 +145,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["worker", "--request-timeout-s", "nan"], ["--request-timeout-s", "nan"]),
     (["worker", "--beat-s", "9"], ["--silent-s 5", "--beat-s 9"]),
     (["router"], ["--prefill", "--decode"]),
-    (["router", "--prefill", "nowhere", "--decode", "http://127.0.0.1:1"], ["nowhere"]),
+    (
+        ["router", "--prefill", "http://127.0.0.1:x", "--decode", "http://127.0.0.1:1"],
+        ["127.0.0.1:x"],
+    ),
     (["router", "--worker", "http://127.0.0.1:1", "--retries", "-1"], ["retries", "-1"]),
     (["registry", "--port", "70000"], ["70000"]),
 ]

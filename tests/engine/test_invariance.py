@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,8 @@ def test_logits_are_bit_equal_whoever_shares_the_step(tiny: Path) -> None:
 def test_the_self_test_sees_a_step_that_depends_on_its_company(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = LlamaModel.decode
 
-    def leaking(self: LlamaModel, kv: PagedKV, rows: Sequence[DecodeRow], stop: Stop) -> np.ndarray:
-        return decode(self, kv, rows, stop) * np.float32(1 + 1e-6 * len(rows))
+    def leaking(self: LlamaModel, kv: PagedKV, rows: Sequence[DecodeRow], stop: Stop, dropped: Set[int]) -> np.ndarray:
+        return decode(self, kv, rows, stop, dropped) * np.float32(1 + 1e-6 * len(rows))
 
     monkeypatch.setattr(LlamaModel, "decode", leaking)
     engine, _ = tiny_engine(tiny, fixed=True)

@@ -223,6 +223,41 @@ def test_an_abort_does_not_cut_a_shared_step(engine: NumpyEngine, monkeypatch: p
     assert len(tokens_of(outputs, "b")) >= 6
 
 
+def test_a_shared_step_lets_go_of_an_aborted_row_between_two_layers(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages may have another owner from then on: nothing of it is written any more, and the others go on."""
+    engine = tiny_engine(tiny, fixed=True)[0]
+    engine.add(ask("alone", 10, range(8, 16), sampling={"max_tokens": 9}))
+    alone = tokens_of(run(engine), "alone")
+    for number, rid in enumerate(("a", "b")):
+        engine.add(ask(rid, 10, range(8 * number, 8 * number + 8), sampling={"max_tokens": 9}))
+    outputs = []
+    while len(engine._running) < 2:
+        outputs += engine.step()
+    assert engine._kv is not None
+    pages = engine._kv._slots[:8]
+    dropped: list[Rid] = []
+
+    def free(rid: Rid) -> None:
+        dropped.append(rid)
+        pages.fill(7.0)
+
+    engine.on_dropped = free
+    feed_forward = LlamaModel._mlp
+
+    def aborting(self: LlamaModel, layer: Any, x: np.ndarray) -> np.ndarray:
+        engine.abort(Rid("a"))
+        return feed_forward(self, layer, x)
+
+    monkeypatch.setattr(LlamaModel, "_mlp", aborting)
+    shared = engine.step()
+    assert [output.rid for output in shared] == ["b"]
+    assert dropped == ["a"]
+    assert tokens_of(outputs + shared + run(engine), "b") == alone
+    assert np.all(pages == 7.0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

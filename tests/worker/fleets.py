@@ -178,6 +178,10 @@ async def fleet(
         if ready:
             await until(lambda: made.router.pairing.ready and all(w.ready for w in made.router.pairing.workers))
         yield made
+        await server.stop()
+        for one in made.members:
+            one.engine.allow = None
+        await asyncio.gather(*(one.exit() for one in made.members))
 
 
 class Talk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ class ScriptedEngine:
     """Each step plays the next entry of `script`: outputs, or an exception. Aborted rids end with the next step."""
 
     model: ModelSpec
+    on_dropped: Callable[[Rid], None] | None = None
 
     def __init__(self, *script: list[StepOutput] | Exception) -> None:
         self.script = list(script)
@@ -445,3 +446,14 @@ def test_a_failed_step_releases_what_the_engine_drops(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.CRITICAL):
         [failed] = bench.run()
     assert (failed.finish, failed.released, bench.thread.running) == ("error", True, 0)
+
+
+def test_what_leaves_a_shared_step_is_released_before_that_step_is_over() -> None:
+    bench = Bench([out(A, "h"), out(B, "h")])
+    bench.add(request(A))
+    bench.add(request(B))
+    bench.turn()
+    assert bench.engine.on_dropped is not None
+    bench.engine.on_dropped(A)
+    assert (bench.posted[-1].rid, bench.posted[-1].finish, bench.posted[-1].released) == (A, "abort", True)
+    assert bench.thread.running == 1

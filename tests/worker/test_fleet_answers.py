@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from pdplane.core.ids import PageId
 from pdplane.worker.engine import Sampling
 
 from .fake_engine import HALF_CHARACTER, first_token, next_token
-from .fleets import CHAT, COMPLETIONS, GENERATE, essence, events, fleet, texts
+from .fleets import CHAT, COMPLETIONS, GENERATE, Talk, essence, events, fleet, texts, until
 from .http_fakes import EOS, ByteTokenizer
 
 
@@ -171,3 +172,17 @@ async def test_cached_tokens_without_a_prefix_cache_are_none() -> None:
         for _ in range(2):
             usage = (await it.post(*completion())).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_these_tests_would_notice_a_page_that_is_not_the_requests_own() -> None:
+    async with fleet() as it:
+        it.decode.engine.allow = 2
+        talk = Talk(it.url, completion(ignore_eos=True)[1])
+        await until(lambda: it.decode.engine.allow == 0)
+        page = it.decode.shell.pool.page(PageId(1))
+        page[:] = bytes(len(page))
+        it.decode.engine.allow = None
+        answer = await talk.answer()
+        assert answer.status_code == 500
+        assert "KV of position 4" in answer.json()["error"]["message"]
+        await it.at_rest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +78,9 @@ class LlamaModel:
         k, v = kv.read(blocks)
         return attend_chunk(q, k[: start + rows], v[: start + rows], start)
 
-    def decode(self, kv: PagedKV, rows: Sequence[DecodeRow], stop: Stop) -> Array:
-        """Hidden states [len(rows), hidden] after each row's token, whose KV is written."""
+    def decode(self, kv: PagedKV, rows: Sequence[DecodeRow], stop: Stop, dropped: Set[int] = frozenset()) -> Array:
+        """Hidden states [len(rows), hidden] after each row's token, whose KV is written. Rows whose numbers `stop` puts
+        into `dropped` are given up: from that layer on their pages are not touched, and their states mean nothing."""
         position = np.array([row.position for row in rows])
         page_of = np.array([row.pages[row.position // kv.page_size] for row in rows])
         slot_of = position % kv.page_size
@@ -87,8 +88,15 @@ class LlamaModel:
 
         def attend(layer: int, qkv: Array, result: Array) -> None:
             q, new = self._split(qkv[: len(rows)])
-            kv.write(layer, page_of, slot_of, new)
+            if dropped:
+                kept = [number for number in range(len(rows)) if number not in dropped]
+                kv.write(layer, page_of[kept], slot_of[kept], new[kept])
+            else:
+                kv.write(layer, page_of, slot_of, new)
             for number, row in enumerate(rows):
+                if number in dropped:
+                    result[number] = 0.0
+                    continue
                 k, v = kv.read(used[number][layer])
                 result[number] = attend_one(q[number], k, v, row.position + 1, kv.page_size).reshape(-1)
 

@@ -47,6 +47,7 @@ class NumpyEngine:
     def __init__(self, model: LlamaModel, spec: ModelSpec) -> None:
         self.model = spec
         self.on_logits: OnLogits | None = None
+        self.on_dropped: Callable[[Rid], None] | None = None
         self._llama = model
         self._kv: PagedKV | None = None
         self._live: dict[Rid, Sequence] = {}
@@ -148,6 +149,25 @@ class NumpyEngine:
     def _all_aborted(self, rows: Iterable[Sequence]) -> bool:
         return bool(self._aborted) and all(row.rid in self._aborted for row in rows)
 
+    def _let_go(self, rows: Many[Sequence], dropped: set[int]) -> bool:
+        """Between two layers of a step that `rows` share: those aborted leave it, by number into `dropped`. True where
+        nobody is left."""
+        if not self._aborted:
+            return False
+        if self._all_aborted(row for number, row in enumerate(rows) if number not in dropped):
+            return True
+        if self.on_dropped is None:
+            return False
+        with self._lock:
+            gone = [number for number, row in enumerate(rows) if row.rid in self._aborted]
+            self._stepping -= {rows[number].rid for number in gone}
+            for number in gone:
+                self._remove(rows[number])
+        dropped.update(gone)
+        for number in gone:
+            self.on_dropped(rows[number].rid)
+        return False
+
     def _prefill(self, sequence: Sequence) -> list[StepOutput]:
         """One chunk of the prompt; after the last one its first token."""
         assert self._kv is not None
@@ -184,16 +204,19 @@ class NumpyEngine:
         if not rows:
             return outputs
         inputs = [DecodeRow(row.generated[row.computed - len(row.prompt)], row.computed, row.pages) for row in rows]
+        dropped: set[int] = set()
         try:
-            hidden = self._llama.decode(self._kv, inputs, lambda: self._all_aborted(rows))
+            hidden = self._llama.decode(self._kv, inputs, lambda: self._let_go(rows, dropped), dropped)
         except Interrupted:
             return outputs
-        for row in rows:
-            row.computed += 1
-        behind = [row for row in rows if row.computed < row.length]
         logits = self._llama.logits(hidden)
-        outputs += [row.output() for row in behind]
-        return outputs + [self._sampled(row, line) for row, line in zip(rows, logits, strict=True) if row not in behind]
+        for number, row in enumerate(rows):
+            if number in dropped:
+                continue
+            row.computed += 1
+            behind = row.computed < row.length
+            outputs.append(row.output() if behind else self._sampled(row, logits[number]))
+        return outputs
 
     def _sampled(self, sequence: Sequence, logits: Array) -> StepOutput:
         """Samples the next token, and ends the request where it ends."""

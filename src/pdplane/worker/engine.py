@@ -6,7 +6,7 @@ touches the request's pages no more: that output is the "own completion" proof o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -86,9 +86,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Not thread-safe, but for `abort`. One thread calls the rest."""
+    """Not thread-safe, but for `abort`. One thread calls the rest.
+
+    `on_dropped`, where it is set, is called within `step` for a request that was aborted while it shared that step, as
+    soon as the step touches its pages no more. No output of it follows.
+    """
 
     model: ModelSpec
+    on_dropped: Callable[[Rid], None] | None
 
     def attach(self, pool: memoryview, pages: int) -> None:
         """Use `pool`, `pages` x `model.page_bytes` writable bytes, page-first. Before the first `add`."""
@@ -101,8 +106,8 @@ class Engine(Protocol):
 
     def abort(self, rid: Rid) -> bool:
         """From any thread. True: the running step, if any, is not at work on it; its pages are touched no more and no
-        output follows. False: its last output (finish "abort") comes with the running or the next step; the running
-        step is cut between two layers where nothing else shares it. Unknown rids are ignored (False)."""
+        output follows. False: the running step lets go of it between two layers, and is cut there where nothing
+        else shares it; `on_dropped` or its last output (finish "abort") says so. Unknown rids are ignored (False)."""
         ...
 
     def busy(self) -> bool:

@@ -79,6 +79,7 @@ class EngineThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        engine.on_dropped = lambda rid: self._send([self._let_go(rid)])
         self._tokenizer = tokenizer
         self._post = post
         self._clock = clock
