@@ -201,7 +201,7 @@ async def test_chat_goes_on_with_what_was_said(terminal: Terminal, monkeypatch: 
     monkeypatch.setattr("builtins.input", lambda prompt: next(asked))
     async with fleet() as it:
         assert await terminal.run("chat", "--url", it.url, "--max-tokens", "5") == 0
-        first, second = [record.prompt_tokens for record in it.decode.shell.records._records.values()]
+        first, second = [record.prompt_tokens for record in it.decode.shell.jobs.records._records.values()]
         assert second > first + len("and then?")
 
 

@@ -54,5 +54,5 @@ class AggregatedShell(Shell[AggregatedNode]):
             job,
         )
 
-    def _role_figures(self) -> dict[str, int]:
+    def role_figures(self) -> dict[str, int]:
         return {"waiting": self.node.waiting, "running": len(self.node.batch), "claims": len(self.node.reserve)}

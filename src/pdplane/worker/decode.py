@@ -35,9 +35,10 @@ from pdplane.transport.tcp_landing import TcpLanding
 from .config import WorkerConfig
 from .control import ControlNet
 from .engine import EngineRequest, ModelSpec, Tokenizer
+from .jobs import first_token
 from .lookup import find_ranks
 from .service import Generation
-from .shell import Shell, first_token
+from .shell import Shell
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class DecodeShell(Shell[DecodeNode]):
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
-                    self._push_row(job, row, row.finish_reason)
+                    self.jobs.push_row(job, row, row.finish_reason)
             case _:
                 raise AssertionError(effect)
 
@@ -160,7 +161,7 @@ class DecodeShell(Shell[DecodeNode]):
             return
         row = effect.row
         if effect.max_new <= 1:  # the pool holds no token after prefill's
-            self._push_row(job, row, "length")
+            self.jobs.push_row(job, row, "length")
             self.never_ran(effect.rid)
             return
         job.cached_tokens = row.cached_tokens
@@ -177,7 +178,7 @@ class DecodeShell(Shell[DecodeNode]):
     def _held(self, record: LegRecord, held: dict[Any, dict[str, int]]) -> dict[str, int]:
         return held.get(self.node.owner_of(record.rid), {})
 
-    def _role_figures(self) -> dict[str, int]:
+    def role_figures(self) -> dict[str, int]:
         node = self.node
         return {
             "waiting": node.waiting,

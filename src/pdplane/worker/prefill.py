@@ -94,7 +94,7 @@ class PrefillShell(Shell[PrefillNode]):
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
-                    self._push_row(job, row, row.finish_reason or "length")
+                    self.jobs.push_row(job, row, row.finish_reason or "length")
             case _:
                 raise AssertionError(effect)
 
@@ -121,7 +121,7 @@ class PrefillShell(Shell[PrefillNode]):
         if emission.released:
             self.post(Released(rid=rid, error=emission.error))
 
-    def _role_figures(self) -> dict[str, int]:
+    def role_figures(self) -> dict[str, int]:
         node = self.node
         return {
             "waiting": node.waiting,

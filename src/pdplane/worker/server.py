@@ -191,7 +191,7 @@ async def _drain(config: WorkerConfig, shell: AnyShell, say: Say) -> None:
         say(f"{config.role}: stopping, {len(shell.jobs)} requests may finish within {config.shutdown_s:g} s")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(config.shutdown_s):
-            await shell.all_ended()
+            await shell.jobs.all_ended()
     if shell.jobs:
         say(f"{config.role}: {len(shell.jobs)} requests cut: {', '.join(shell.jobs)}")
         shell.cut("the worker stopped before the request had ended")
