@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .admission import demand, queue_full, refuse
 from .batch import Batch, Running
-from .effects import AnswerFailed, RunDecode, SendFrame
+from .effects import AnswerFailed, RunDecode, SendFrame, Teardown
 from .errors import Cause, deadline
 from .events import (
     Cancel,
@@ -432,6 +432,7 @@ class DecodeNode(Node):
         text = f"prefill {instance} is gone: its session ended and did not come back"
         cause = Cause("peer_gone", text, 503, retryable=True, side="prefill")
         self.count("peer_gone")
+        self.out.append(Teardown(instance))
         for receiver in list(self.rooms.live.values()):
             for seat in receiver.seats:
                 if seat.instance == instance and receiver.state in (R.ALLOCATING, R.GRANTED, *ENDED_STATES):

@@ -236,8 +236,10 @@ class Process:
                 self.world.posted(self)
             case CancelMoves(grant, peer):
                 self.mover.cancel(grant, peer)
-            case Teardown(peer):
+            case Teardown(peer) if self._mover is not None:
                 self.world.tear_down(self, peer)
+            case Teardown(peer) if self.world.plan.fence:  # a one-sided fabric knows nothing of the receiver's wishes
+                self.landing.teardown(peer)
             case _:
                 pass
 
