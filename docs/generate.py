@@ -89,7 +89,7 @@ def settings_page() -> str:
             choices = field.metadata.get("choices")
             what = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
             what = what.replace("|", "\\|")
-            lines.append(f"| `{flag_of(field.name)}` | `{env_of(field.name)}` | {default} | {what} |")
+            lines.append(f"| `{flag_of(field.name)}` | `{env_of(config, field.name)}` | {default} | {what} |")
         lines.append("")
     return "\n".join(lines)
 

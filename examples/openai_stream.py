@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 def main() -> None:
-    url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+    url = (sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000").rstrip("/").removesuffix("/v1")
     question = sys.argv[2] if len(sys.argv) > 2 else "What is the capital of France?"
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
@@ -31,4 +31,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"the fleet did not answer: {error}")

@@ -12,7 +12,7 @@ from pdplane.settings import BadSetting, add_arguments, effective, env_of, flag_
 
 
 @dataclass(frozen=True)
-class Config:
+class GateConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port; 100% free", metavar="PORT")
     rate: float = setting(1.5, "requests per second")
@@ -23,18 +23,18 @@ class Config:
     api_key: str = setting("", "secret of the clients", secret=True)
 
 
-def parse(*argv: str, env: dict[str, str] | None = None) -> Config:
+def parse(*argv: str, env: dict[str, str] | None = None) -> GateConfig:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, Config)
-    return load(Config, vars(parser.parse_args(argv)), env or {})
+    add_arguments(parser, GateConfig)
+    return load(GateConfig, vars(parser.parse_args(argv)), env or {})
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    assert parse() == Config()
+    assert parse() == GateConfig()
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default() -> None:
-    env = {"PDPLANE_PORT": "9000", "PDPLANE_HOST": "::"}
+    env = {"PDPLANE_GATE_PORT": "9000", "PDPLANE_GATE_HOST": "::"}
     assert parse(env=env).port == 9000
     config = parse("--port", "9001", env=env)
     assert (config.port, config.host) == (9001, "::")
@@ -42,12 +42,12 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default() -> None:
 
 def test_names_of_flags_and_variables() -> None:
     assert flag_of("api_key") == "--api-key"
-    assert env_of("api_key") == "PDPLANE_API_KEY"
+    assert env_of(GateConfig, "api_key") == "PDPLANE_GATE_API_KEY"
 
 
 def test_a_tuple_is_a_repeated_flag_or_a_list_with_commas() -> None:
     assert parse("--prefill", "a", "--prefill", "b").prefill == ("a", "b")
-    assert parse(env={"PDPLANE_PREFILL": "a,b"}).prefill == ("a", "b")
+    assert parse(env={"PDPLANE_GATE_PREFILL": "a,b"}).prefill == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_switch(argv: tuple[str, ...], strict: bool) -> None:
     ("text", "value"), [("1", True), ("Yes", True), ("on", True), ("0", False), ("off", False), ("", False)]
 )
 def test_a_switch_in_the_environment(text: str, value: bool) -> None:
-    assert parse(env={"PDPLANE_STRICT": text}).strict is value
+    assert parse(env={"PDPLANE_GATE_STRICT": text}).strict is value
 
 
 def test_an_optional_number() -> None:
@@ -72,10 +72,10 @@ def test_an_optional_number() -> None:
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"PDPLANE_PORT": "many"}, ["PDPLANE_PORT", "'many'", "number"]),
-        ({"PDPLANE_RATE": "fast"}, ["PDPLANE_RATE", "'fast'", "number"]),
-        ({"PDPLANE_STRICT": "maybe"}, ["PDPLANE_STRICT", "'maybe'", "1 or 0"]),
-        ({"PDPLANE_POLICY": "random"}, ["PDPLANE_POLICY", "'random'", "least-load, round-robin"]),
+        ({"PDPLANE_GATE_PORT": "many"}, ["PDPLANE_GATE_PORT", "'many'", "number"]),
+        ({"PDPLANE_GATE_RATE": "fast"}, ["PDPLANE_GATE_RATE", "'fast'", "number"]),
+        ({"PDPLANE_GATE_STRICT": "maybe"}, ["PDPLANE_GATE_STRICT", "'maybe'", "1 or 0"]),
+        ({"PDPLANE_GATE_POLICY": "random"}, ["PDPLANE_GATE_POLICY", "'random'", "least-load, round-robin"]),
     ],
 )
 def test_a_bad_value_in_the_environment_is_named_with_the_remedy(env: dict[str, str], words: list[str]) -> None:
@@ -113,9 +113,9 @@ def test_secrets_are_never_printed() -> None:
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDPLANE_PORT", "9123")
+    monkeypatch.setenv("PDPLANE_GATE_PORT", "9123")
     given: dict[str, Any] = {}
-    assert load(Config, given).port == 9123
+    assert load(GateConfig, given).port == 9123
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])

@@ -1,6 +1,7 @@
 """One way to configure: a frozen dataclass whose fields carry help; flags, environment and print-out follow from it.
 
-``PDPLANE_<FIELD>`` in the environment sets a default, a flag overrides it. Secrets are never printed.
+``PDPLANE_<COMMAND>_<FIELD>`` in the environment sets a default (PDPLANE_ROUTER_PORT for RouterConfig.port), a flag
+overrides it; a repeatable one takes a comma-separated list there. Secrets are never printed.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def flag_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def env_of(field_name: str) -> str:
-    return "PDPLANE_" + field_name.upper()
+def env_of(config: type[Any], field_name: str) -> str:
+    command = config.__name__.removesuffix("Config").upper()
+    return f"PDPLANE_{command}_{field_name.upper()}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["metavar"] = meta["metavar"] or kind.__name__.upper()
+            options["metavar"] = meta["metavar"] or (None if meta["choices"] else kind.__name__.upper())
             options["choices"] = meta["choices"]
             if isinstance(field.default, tuple):
                 options["action"] = "append"
@@ -73,8 +75,8 @@ def load(config: type[T], given: Mapping[str, Any] | None = None, env: Mapping[s
         kind, many = _scalar(hints[field.name]), isinstance(field.default, tuple)
         if field.name in given:
             raw, origin = given[field.name], flag_of(field.name)
-        elif env_of(field.name) in env:
-            raw, origin = env[env_of(field.name)], env_of(field.name)
+        elif (variable := env_of(config, field.name)) in env:
+            raw, origin = env[variable], variable
             raw = raw.split(",") if many else raw
         else:
             continue

@@ -165,8 +165,8 @@ def test_a_bad_setting_is_named_with_its_value(
 def test_a_bad_setting_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PDPLANE_POOL_MB", "lots")
-    assert "PDPLANE_POOL_MB: 'lots'" in said(capsys, "worker")
+    monkeypatch.setenv("PDPLANE_WORKER_POOL_MB", "lots")
+    assert "PDPLANE_WORKER_POOL_MB: 'lots'" in said(capsys, "worker")
 
 
 def test_a_choice_that_is_none_ends_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

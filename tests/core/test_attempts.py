@@ -108,11 +108,22 @@ def test_decode_may_blame_prefill() -> None:
     assert machine.decode_failed(0, failure)[-1] == Choose(frozenset({"p1"}))
 
 
-def test_a_stale_connection_blames_nobody_but_costs_an_attempt() -> None:
+def test_a_stale_connection_blames_nobody_and_costs_no_retry() -> None:
     machine = opened()
     assert machine.decode_failed(0, STALE)[-1] == Choose(frozenset())
     machine.pair_chosen("p1", "d1")
-    assert isinstance(machine.decode_failed(1, STALE)[-3], Reply)
+    assert machine.decode_failed(1, DOWN)[-1] == Choose(frozenset({"d1"}))
+    machine.pair_chosen("p1", "d2")
+    assert isinstance(machine.decode_failed(2, DOWN)[-3], Reply)
+
+
+def test_stale_connections_are_not_tried_without_end() -> None:
+    machine = opened()
+    attempts = 0
+    while machine.decode_failed(attempts, STALE)[-1] == Choose(frozenset()):
+        machine.pair_chosen("p1", "d1")
+        attempts += 1
+    assert attempts == 3
 
 
 def test_with_nobody_left_the_failure_is_the_answer() -> None:

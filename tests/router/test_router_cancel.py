@@ -11,10 +11,12 @@ import pytest
 from .router_fakes import Asked, FakeWorker, fleet, ok, until
 
 
-async def ended(worker: FakeWorker, asked: Asked) -> None:
-    """The leg's connection was closed, and it was told by an abort call."""
+async def ended(worker: FakeWorker, asked: Asked, code: str) -> None:
+    """The leg's connection was closed, and it was told by an abort call, with the cause."""
     await asyncio.wait_for(asked.left.wait(), 10)
-    assert await worker.aborted() == {"rid": asked.rid, "room": asked.room, "abort_all": False}
+    told = await worker.aborted()
+    assert told.pop("cause")["code"] == code
+    assert told == {"rid": asked.rid, "room": asked.room, "abort_all": False}
 
 
 async def test_a_client_that_leaves_before_the_head_ends_both_legs() -> None:
@@ -22,8 +24,8 @@ async def test_a_client_that_leaves_before_the_head_ends_both_legs() -> None:
         client.post(b"{}")
         prefill, decode = await it.prefill.next(), await it.decode.next()
         client.leave()
-        await ended(it.prefill, prefill)
-        await ended(it.decode, decode)
+        await ended(it.prefill, prefill, "client_left")
+        await ended(it.decode, decode, "client_left")
         await it.idle()
         assert it.router.metrics.verdicts == {"client_left": 1}
 
@@ -36,7 +38,7 @@ async def test_a_client_that_leaves_mid_stream_ends_what_is_open() -> None:
         decode.chunk(b"data: 1\n\n")
         await client.head()
         client.leave()
-        await ended(it.decode, decode)
+        await ended(it.decode, decode, "client_left")
         await it.idle()
         assert it.prefill.aborts.empty()  # its leg had ended well
 
@@ -80,7 +82,7 @@ async def test_abort_by_id_and_by_label_is_exact() -> None:
         assert (await it.post({"rid": "a"}, "/abort_request")).json == {"aborted": 1}
         stopped = await one.read()
         assert (stopped.status, stopped.error["code"]) == (499, "aborted")
-        await ended(it.decode, first)
+        await ended(it.decode, first, "aborted")
         own_id = second.rid.split(".")[0]
         assert (await it.post({"rid": own_id[:-1]}, "/abort_request")).json == {"aborted": 0}
         assert (await it.post({"rid": own_id}, "/abort_request")).json == {"aborted": 1}
@@ -123,7 +125,7 @@ async def test_a_stopping_router_ends_what_still_runs_with_an_error() -> None:
         await it.server.stop(grace_s=0.0)
         answer = await client.read()
         assert (answer.status, answer.error["code"]) == (503, "router_stopping")
-        await ended(it.decode, decode)
+        await ended(it.decode, decode, "router_stopping")
 
 
 async def test_a_stopping_router_lets_answers_end_within_the_grace() -> None:

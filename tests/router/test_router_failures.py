@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pdplane.router.upstream import STALE_WITHIN_S, Leg
+
 from .router_fakes import Asked, Fleet, fleet, ok, refuse, until
 
 
@@ -22,7 +24,8 @@ async def test_prefills_4xx_passes_verbatim_without_a_retry_and_ends_decodes_leg
         assert (answer.status, answer.json) == (status, body)
         decode = await asked_of(it, "decodes")
         await asyncio.wait_for(decode.left.wait(), 10)
-        assert await aborted_at(it, "decodes") == {"rid": decode.rid, "room": decode.room, "abort_all": False}
+        told = await aborted_at(it, "decodes")
+        assert (told["rid"], told["room"], told["cause"]["code"]) == (decode.rid, decode.room, "peer_leg_closed")
         assert it.router.metrics.attempts == 1
         await it.idle()
 
@@ -284,6 +287,26 @@ async def test_a_stale_idle_connection_is_a_failed_attempt_with_another_room_on_
         assert (await client.read()).status == 200
         assert it.router.metrics.retries == {"stale_connection": 1}
         assert all(worker.failures == 0 for worker in it.router.pairing.workers)
+        await it.idle()
+
+
+async def test_a_worker_that_dies_over_a_request_on_a_reused_connection_is_to_blame() -> None:
+    async with fleet(prefill=None) as it, it.client() as client:
+        client.post(b"{}")
+        (await it.decode.next()).reply()
+        (await it.prefill.next()).reply()
+        await client.read()
+        await it.idle()
+        client.post(b"{}")
+        working = await it.decode.next()
+        (exchange,) = it.router.active.values()
+        leg = exchange._decode_leg
+        assert isinstance(leg, Leg)
+        leg.sent_at -= 2 * STALE_WITHIN_S
+        working.reset()
+        answer = await client.read()
+        assert (answer.status, answer.error["code"]) == (502, "upstream_reset")  # no other decode to try
+        assert sum(worker.failures for worker in it.router.pairing.decodes) == 1
         await it.idle()
 
 

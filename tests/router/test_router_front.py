@@ -107,7 +107,6 @@ async def test_headers_too_large_are_a_431(pieces: int) -> None:
         b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
         b"nonsense\r\n\r\n",
         b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
     ],
 )
 async def test_what_is_not_http_is_a_400_and_closes(head: bytes) -> None:
@@ -118,6 +117,41 @@ async def test_what_is_not_http_is_a_400_and_closes(head: bytes) -> None:
         assert answer.error["message"]
         assert await client.reader.read() == b""
         assert not it.decode.seen
+
+
+async def test_an_upgrade_is_not_taken_up_and_ends_the_connection() -> None:
+    async with fleet(prefill=ok, decode=ok) as it, it.client() as client:
+        client.send(b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n\x00frames")
+        assert (await client.read()).status == 200
+        assert await client.reader.read() == b""
+
+
+async def test_garbage_behind_a_request_harms_nobody_else() -> None:
+    async with fleet(prefill=ok) as it, it.client() as victim, it.client() as culprit:
+        victim.post(b'{"stream": true}')
+        decode = await it.decode.next()
+        decode.start()
+        decode.chunk(b"data: 1\n\n")
+        await victim.head()
+        assert await victim.chunk() == b"data: 1\n\n"
+        culprit.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n\x00garbage")
+        decode.chunk(b"data: 2\n\n")
+        assert (await culprit.read()).status == 200
+        assert (await culprit.read()).status == 400
+        assert await victim.chunk() == b"data: 2\n\n"
+        decode.chunk(b"data: 3\n\n")
+        assert await victim.chunk() == b"data: 3\n\n"
+        decode.finish()
+        await it.idle()
+
+
+async def test_many_pipelined_requests_are_answered_in_turn_and_let_others_in() -> None:
+    async with fleet(prefill=ok, decode=ok) as it, it.client() as greedy, it.client() as other:
+        greedy.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 500)
+        other.post(b"{}")
+        assert (await other.read()).status == 200
+        for _ in range(500):
+            assert (await greedy.read()).status == 200
 
 
 async def test_a_connection_serves_many_requests_in_turn() -> None:

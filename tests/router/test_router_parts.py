@@ -51,7 +51,7 @@ def test_settings_are_checked_and_secrets_stay_hidden() -> None:
     with pytest.raises(BadSetting, match="policy"):
         load(RouterConfig, {"policy": "dice"}, {})
     assert "secret-word" not in effective(RouterConfig(api_key="secret-word"))
-    assert load(RouterConfig, {}, {"PDPLANE_PREFILL": "a:1,b:2"}).prefill == ("a:1", "b:2")
+    assert load(RouterConfig, {}, {"PDPLANE_ROUTER_PREFILL": "a:1,b:2"}).prefill == ("a:1", "b:2")
 
 
 @given(st.text(), st.integers(0, 20))

@@ -135,7 +135,7 @@ class FakeService:
         self._happened.set()
         return self.streams
 
-    def abort(self, rid: str, room: int | None = None) -> int:
+    def abort(self, rid: str, room: int | None = None, cause: Cause | None = None) -> int:
         self.abort_calls.append((rid, room))
         return self.known.get(rid, 0)
 

@@ -12,7 +12,7 @@ import httpx
 
 from pdplane.settings import BadSetting
 
-from .http import DEFAULT_URL, client, get, unreachable
+from .http import add_router_arguments, client, get, unreachable
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,8 +22,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Chat with the model behind a router. An empty line or Ctrl-D ends; Ctrl-C stops an answer.",
     )
     parser.add_argument("message", nargs="*", help="say this once and end; otherwise a conversation")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"router or worker [{DEFAULT_URL}]")
-    parser.add_argument("--api-key", default="", help="the router's key, where it asks for one")
+    add_router_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer [256]")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [0]")
     parser.set_defaults(run=main)

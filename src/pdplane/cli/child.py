@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 KEPT_LINES = 20
 CONFIG_LINE = re.compile(r"(  \w+ = .*|[\w ]+ config)$")
@@ -27,14 +27,16 @@ class Child:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str]) -> Child:
+    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        """`env` is added to ours."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_dies_with(os.getpid()),
         )
         return cls(name, process)
 
@@ -63,6 +65,11 @@ class Child:
                 await self._process.wait()
         await self._reading
 
+    def kill(self) -> None:
+        """At once; `end` still has to be awaited."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     def obituary(self) -> str:
         code = self._process.returncode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
@@ -73,14 +80,18 @@ class Child:
         assert self._process.stdout is not None
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
-            self._last.append(line)
             if not CONFIG_LINE.match(line):  # the supervisor has shown the fleet's
+                self._last.append(line)
                 print(f"[{self.name}] {line}", flush=True)
 
 
-def _die_with_parent() -> None:
+def _dies_with(parent: int) -> Callable[[], None]:
     """Linux: a child must not outlive a supervisor that was killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1:
-            os._exit(1)
+
+    def before_exec() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return before_exec

@@ -9,7 +9,25 @@ from urllib.parse import quote
 
 from pdplane.settings import BadSetting
 
-from .http import DEFAULT_URL, client, get
+from .http import add_router_arguments, client, get
+
+MEANINGS = {
+    ("prefill", "Waiting"): "leg in, no pages granted yet",
+    ("prefill", "Armed"): "pages granted, waits for its turn",
+    ("prefill", "Streaming"): "computing; full pages are moved as they come",
+    ("prefill", "Flushing"): "computed; the last pages are under way",
+    ("prefill", "Sent"): "every page is at decode",
+    ("prefill", "Draining"): "answered; a step or a write still touches its pages",
+    ("prefill", "Gone"): "nothing of it is left here",
+    ("decode", "Queued"): "prefill's route or session is not known yet",
+    ("decode", "Allocating"): "announced; waits for pages",
+    ("decode", "Granted"): "pages reserved, prefill may write them",
+    ("decode", "Success"): "every page landed and the row matches",
+    ("decode", "Draining"): "answered; waits for proof that nobody writes its pages",
+    ("decode", "Quarantine"): "the proof did not come in time",
+    ("decode", "Gone"): "the hand-off is over",
+    ("decode", "released"): "the engine has let go, its pages are free",
+}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,14 +38,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "or the label that the client gave.",
     )
     parser.add_argument("id", help="request id, rid, room or label")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
+    add_router_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the records as JSON")
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     path = "/requests/" + quote(args.id, safe="")
-    with client(args.url) as router:
+    with client(args.url, args.api_key) as router:
         status, record = get(router, path)
     if status != 200:
         message = record.get("error", {}).get("message", record) if isinstance(record, dict) else record
@@ -50,8 +68,9 @@ def _legs(record: dict[str, Any]) -> list[dict[str, Any]]:
             url = attempt.get(side)
             if not url:
                 continue
-            for rid in attempt["rids"]:
-                legs.append({"side": side, "url": url, "rid": rid, **_ask(url, rid)})
+            for sample, rid in enumerate(attempt["rids"]):
+                where = side if len(attempt["rids"]) == 1 else f"{side} {sample}"
+                legs.append({"side": side, "where": where, "url": url, "rid": rid, **_ask(url, rid)})
     return legs
 
 
@@ -78,9 +97,9 @@ def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
         lines.append(
             f"attempt {attempt['attempt']}: prefill {attempt['prefill']}, decode {attempt['decode']}, room {rooms}"
         )
-    lines += ["", f"{'ms':>10}  {'where':<8} what"]
+    lines += ["", f"{'ms':>10}  {'where':<10} what"]
     events = [*_router_events(record), *(event for leg in legs for event in _leg_events(leg, zero))]
-    lines += [f"{at * 1000:>10.1f}  {where:<8} {what}" for at, where, what in sorted(events, key=lambda e: e[0])]
+    lines += [f"{at * 1000:>10.1f}  {where:<10} {what}" for at, where, what in sorted(events, key=lambda e: e[0])]
     lines.append("")
     lines += [_holding(leg) for leg in legs]
     return lines
@@ -106,10 +125,14 @@ def _leg_events(leg: dict[str, Any], zero: float) -> list[tuple[float, str, str]
     if told is None:
         return []
     start = told["started_unix_s"] - zero
-    return [
-        (start + entry["at_s"], leg["side"], entry["state"] + (f": {entry['detail']}" if entry["detail"] else ""))
-        for entry in told["entries"]
-    ]
+    return [(start + entry["at_s"], leg["where"], _words(leg["side"], entry)) for entry in told["entries"]]
+
+
+def _words(side: str, entry: dict[str, Any]) -> str:
+    """The state, and what it means where its name alone does not say it."""
+    meaning = MEANINGS.get((side, entry["state"]), "")
+    detail = entry["detail"]
+    return f"{entry['state']}{meaning and f' ({meaning})'}{detail and f': {detail}'}"
 
 
 def _holding(leg: dict[str, Any]) -> str:

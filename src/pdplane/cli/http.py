@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from typing import Any
 
 import httpx
@@ -9,6 +11,15 @@ import httpx
 from pdplane.settings import BadSetting
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY = "PDPLANE_API_KEY"
+
+
+def add_router_arguments(parser: argparse.ArgumentParser) -> None:
+    """--url and --api-key, alike for every command that asks a router."""
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
+    parser.add_argument(
+        "--api-key", default=os.environ.get(API_KEY, ""), help=f"the router's key, where it asks for one [${API_KEY}]"
+    )
 
 
 def client(url: str, api_key: str = "", timeout_s: float = 10.0) -> httpx.Client:

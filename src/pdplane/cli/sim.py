@@ -13,7 +13,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     many.add_argument("--seeds", type=int, default=2000, help="how many worlds [2000]")
     many.add_argument("--start", type=int, default=0, help="first seed [0]")
-    many.add_argument("--pattern", default=None, help="one fault pattern instead of one by seed; `list` names them")
+    many.add_argument("--pattern", default=None, help="one fault pattern (or several, joined by +)")
     many.add_argument("--jobs", type=int, default=2, help="processes [2]")
     many.add_argument("--no-broken", action="store_true", help="leave out the broken variants that must be caught")
     many.set_defaults(run=run_many)

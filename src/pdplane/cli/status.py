@@ -8,7 +8,7 @@ from typing import Any
 
 from pdplane.settings import BadSetting
 
-from .http import DEFAULT_URL, client, get
+from .http import add_router_arguments, client, get
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,14 +17,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show a running fleet",
         description="Show the workers behind a router: load, health, why one is out, and the pages of each pool.",
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
+    add_router_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 where at least one whole pair serves, else 1."""
-    with client(args.url) as router:
+    with client(args.url, args.api_key) as router:
         status, ready = get(router, "/ready")
         found, workers = get(router, "/workers")
     if found != 200:

@@ -18,9 +18,12 @@ from pathlib import Path
 import httpx
 
 from pdplane import settings
+from pdplane.router.config import RouterConfig
 from pdplane.settings import BadSetting, flag_of, setting
+from pdplane.worker.config import EMBEDDED
 
 from .child import Child
+from .http import API_KEY
 
 START_LIMIT_S = 170.0
 STOP_LIMIT_S = 15.0
@@ -31,7 +34,7 @@ class UpConfig:
     prefill: int = setting(1, "prefill workers; 0 with --aggregated N starts no pairs")
     decode: int = setting(1, "decode workers")
     aggregated: int = setting(0, "aggregated workers (prompt and answer in one process)")
-    model: str = setting("", "folder of a Llama-family model in Hugging Face's format; default: the embedded model")
+    model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
     host: str = setting("127.0.0.1", "address that the router listens on; workers stay on loopback")
     port: int = setting(8000, "port of the router")
     prefill_port: int = setting(8100, "HTTP port of the first prefill, the next ones count up")
@@ -43,6 +46,7 @@ class UpConfig:
     batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")
     policy: str = setting("least-load", "how the router picks workers", choices=("least-load", "round-robin"))
     request_timeout_s: float = setting(300.0, "deadline of a request")
+    api_key: str = setting("", "the key that clients of the router must present; none: open", secret=True)
     log_level: str = setting("warning", "what is logged", choices=("debug", "info", "warning", "error"))
 
 
@@ -53,6 +57,7 @@ class Part:
     name: str
     arguments: tuple[str, ...]
     ports: tuple[tuple[str, int], ...]
+    env: tuple[tuple[str, str], ...] = ()
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,7 +111,7 @@ def _worker(config: UpConfig, role: str, index: int, port: int) -> Part:
         *("--max-running", str(config.max_running), "--request-timeout-s", str(config.request_timeout_s)),
         *("--log-level", config.log_level),
     ]
-    if config.model:
+    if config.model != EMBEDDED:
         arguments += ["--model", config.model]
     if config.batch_invariant:
         arguments.append("--batch-invariant")
@@ -124,15 +129,18 @@ def _router(config: UpConfig) -> Part:
         arguments += ["--decode", f"http://127.0.0.1:{config.decode_port + i}"]
     for i in range(config.aggregated):
         arguments += ["--worker", f"http://127.0.0.1:{config.aggregated_port + i}"]
-    return Part("router", tuple(arguments), (("port", config.port),))
+    # A secret goes by the environment: arguments are there for everybody to read.
+    env = ((settings.env_of(RouterConfig, "api_key"), config.api_key),) if config.api_key else ()
+    return Part("router", tuple(arguments), (("port", config.port),), env)
 
 
 def _check_model(config: UpConfig) -> None:
     from pdplane.engine.install import default_model_path
 
-    if config.model and not Path(config.model).is_dir():
+    embedded = config.model == EMBEDDED
+    if not embedded and not Path(config.model).is_dir():
         raise BadSetting(f"--model {config.model} is not a folder; give a model folder in Hugging Face's format")
-    if not config.model and default_model_path() is None:
+    if embedded and default_model_path() is None:
         raise BadSetting("no model is installed: run `pdplane model install` once, or give --model DIR")
 
 
@@ -156,9 +164,17 @@ def _check_ports(config: UpConfig, parts: Iterable[Part]) -> None:
 async def _supervise(config: UpConfig, parts: list[Part]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     async with _children(parts) as children:
+
+        def on_signal() -> None:
+            """The first one asks, a second one does not wait."""
+            if stop.is_set():
+                for child in children:
+                    child.kill()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
         try:
             if not await _until_ready(config, children, stop):
                 return 0 if stop.is_set() else 1
@@ -174,7 +190,9 @@ async def _children(parts: list[Part]) -> AsyncIterator[list[Child]]:
     children: list[Child] = []
     try:
         for part in parts:
-            children.append(await Child.start(part.name, [sys.executable, "-m", "pdplane", *part.arguments]))
+            children.append(
+                await Child.start(part.name, [sys.executable, "-m", "pdplane", *part.arguments], dict(part.env))
+            )
         yield children
     finally:
         if children:
@@ -235,8 +253,9 @@ async def _watch(children: list[Child], stop: asyncio.Event) -> int:
 def _welcome(config: UpConfig) -> str:
     url = f"http://{_shown(config.host)}:{config.port}"
     me = _command()
+    key = f'-H "authorization: Bearer ${API_KEY}" ' if config.api_key else ""
     curl = (
-        f"curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        f"curl {url}/v1/chat/completions -H 'content-type: application/json' {key}"
         '-d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
         '"temperature": 0, "max_tokens": 32}\''
     )
@@ -247,8 +266,12 @@ ready: {url}
   chat    {me} chat --url {url}
   look    {me} status --url {url}
   why     {me} explain ID --url {url}      (ID: the answer's id)
-  stop    Ctrl-C
+{_key_line(config)}  stop    Ctrl-C
 """
+
+
+def _key_line(config: UpConfig) -> str:
+    return f"  key     export {API_KEY}=...     (the router asks for one)\n" if config.api_key else ""
 
 
 def _command() -> str:

@@ -8,7 +8,7 @@ import sys
 
 from pdplane import settings
 from pdplane.settings import BadSetting
-from pdplane.worker.config import WorkerConfig
+from pdplane.worker.config import EMBEDDED, WorkerConfig
 from pdplane.worker.engine import Engine, Tokenizer
 
 from .process import run, set_up_logging, show_config
@@ -43,7 +43,7 @@ def load_engine(config: WorkerConfig) -> tuple[Engine, Tokenizer]:
 
     try:
         return engine.load(
-            config.model or None,
+            None if config.model == EMBEDDED else config.model,
             page_size=config.page_size,
             batch_invariant=config.batch_invariant,
             progress=lambda text: print(text, file=sys.stderr, flush=True),

@@ -21,7 +21,8 @@ What it guarantees, whatever the order of events:
 - One verdict, with its first cause (rule 1). A prefill that fails or hangs after decode's first byte changes nothing:
   decode is the authority then (PROTOCOL 4).
 - A retry happens only before the first byte to the client, only for failures where it is safe, on a pair without the
-  worker to blame, with a new attempt number (so: new room, new rids). Never more than `retries` of them.
+  worker to blame, with a new attempt number (so: new room, new rids). Never more than `retries` of them, apart
+  from connections that had gone stale while idle, which speak about no worker.
 - An event of another attempt, or after the end, is counted in `late` and changes nothing.
 
 Per-chunk forwarding bypasses the machine: after `Forward` the shell passes bytes on until the leg ends.
@@ -40,6 +41,7 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 NOBODY: Final = "nobody"
 
+STALE_LIMIT = 2  # one side's idle connections, then the other's
 BUSY = frozenset({429, 503})
 _SAFE = frozenset({429, 500, 502, 503})
 
@@ -152,6 +154,8 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
     decode: str = ""
     cause: Cause | None = None
     late: int = 0
+    _spent: int = 0
+    _stale: int = 0
     _excluded: frozenset[str] = frozenset()
     _last: Failure | None = None
     _prefill_open: bool = False
@@ -265,12 +269,20 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
             effects.append(_RELEASE_DECODE)
         effects += self._end_legs(_closed_with(side, failure.cause))
         self._last = failure
-        if not failure.cause.retryable or self.attempt >= self.retries:
+        if not failure.cause.retryable or not self._may_retry(failure):
             return self._over((*effects, Reply(failure)), failure.cause)
         self._exclude(failure.blames or side)
         self.attempt += 1
         self.phase = CHOOSING
         return (*effects, Choose(self._excluded))
+
+    def _may_retry(self, failure: Failure) -> bool:
+        """A connection that had gone stale says nothing of the worker: it costs no retry, and cannot go on for ever."""
+        if failure.blames == NOBODY and self._stale < STALE_LIMIT:
+            self._stale += 1
+            return True
+        self._spent += 1
+        return self._spent <= self.retries
 
     def _exclude(self, blamed: str) -> None:
         worker = {PREFILL: self.prefill, DECODE: self.decode}.get(blamed)

@@ -5,7 +5,7 @@ Prompts start in order of their grants, while credits and pages last: none free 
 
 from __future__ import annotations
 
-from .admission import refuse
+from .admission import queue_full, refuse
 from .effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
 from .errors import Cause, deadline
 from .events import (
@@ -50,6 +50,7 @@ class PrefillNode(Node):
         self._by_rid: dict[Rid, Sender] = {}
         self._by_move: dict[MoveNo, Sender] = {}
         self._waiting: set[Room] = set()
+        self._orphans: set[Room] = set()  # asked for by a decode, without a leg
         self._moves = 0
         self.computing = 0  # prompts that the engine has
 
@@ -78,10 +79,11 @@ class PrefillNode(Node):
     def settled(self, sender: Sender) -> None:
         """Clocks and queues follow the machine's state."""
         room, state, limits = sender.room, sender.state, self.limits
-        if state in (S.WAITING, S.ARMED):
-            self._waiting.add(room)
-        else:
-            self._waiting.discard(room)
+        for rooms, states in ((self._waiting, (S.WAITING, S.ARMED)), (self._orphans, (S.ORPHAN,))):
+            if state in states:
+                rooms.add(room)
+            else:
+                rooms.discard(room)
         if state in (S.ORPHAN, S.WAITING):
             kind = "leg" if state is S.ORPHAN else "announce"
             self._swap_clock(room, kind, None if sender.peer and kind == "announce" else self.now + limits.peer_wait_s)
@@ -294,6 +296,9 @@ class PrefillNode(Node):
                 return
             if isinstance(frame, Received):
                 self.count("late", "received")
+                return
+            if len(self._orphans) >= self.limits.max_queue and not isinstance(frame, Abort):
+                self._answer(peer, frame, queue_full(self))  # a decode that asks without end costs no memory
                 return
             sender = self._open(frame.room)
         if sender.peer not in (None, peer):

@@ -72,11 +72,16 @@ def parse_address(text: str) -> Address:
     url, at, bootstrap = text.strip().rstrip("/").partition("@")
     try:
         parts = urlsplit(url if "://" in url else "http://" + url)
-        host, port = parts.hostname, parts.port or 80
+        host, port = parts.hostname, parts.port or (80 if "://" in url else 0)
         bootstrap_port = int(bootstrap) if at else None
     except ValueError:
         raise wrong from None
-    if parts.scheme != "http" or not host or (bootstrap_port is not None and not 0 < bootstrap_port < 65536):
+    if (
+        parts.scheme != "http"
+        or not host
+        or not port
+        or (bootstrap_port is not None and not 0 < bootstrap_port < 65536)
+    ):
         raise wrong
     shown = f"[{host}]" if ":" in host else host
     return Address(f"http://{shown}:{port}", host, port, bootstrap_port)

@@ -211,6 +211,7 @@ class Exchange:
     def _again(self, effect: attempts.Choose) -> None:
         failure = self._machine.failure
         assert failure is not None
+        self._record.attempts[-1].cause = failure.cause
         pair = self.router.pairing.choose(effect.excluded)
         if pair is not None:
             self.router.metrics.retries[failure.cause.code] += 1
@@ -228,7 +229,7 @@ class Exchange:
         content = dialect.paired(body, prefill, rooms, rids)
         rest = b"".join((
             self._incoming.passed_on(),
-            router.timeout_line(self.timeout_s if attempt == 0 else max(self.deadline - now, 0.001)),
+            router.timeout_line(self.timeout_s if attempt == 0 else self.deadline - now),
             str(len(content)).encode(),
             HEAD_END,
             content,
@@ -268,7 +269,9 @@ class Exchange:
         assert leg is not None
         if leg.end():
             record = self._record.attempts[-1]
-            self.router.guard.abort(leg.worker, record.rids, record.rooms, self._incoming.line(b"authorization"))
+            self.router.guard.abort(
+                leg.worker, record.rids, record.rooms, effect.cause, self._incoming.line(b"authorization")
+            )
 
     def _forward(self, _: attempts.Forward) -> None:
         """Decode's head, with what is ours added, and what has come of its body."""

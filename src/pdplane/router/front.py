@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .routing import Router
 
-PIPELINED = 8  # whole requests that may wait on one connection before it is read no further
+PIPELINED = 8  # whole requests of one connection that may wait before it is read no further, or be handled in one turn
 
 _WANTED = frozenset(
     {
@@ -59,6 +59,7 @@ class FrontConnection(asyncio.Protocol):
         "_busy",
         "_dead",
         "_expect",
+        "_handled",
         "_head_done",
         "_head_size",
         "_headers",
@@ -86,6 +87,7 @@ class FrontConnection(asyncio.Protocol):
         self._busy = False
         self._dead = False
         self._reading_paused = False
+        self._handled = 0
         self._http10 = False
         self.transport: asyncio.Transport | None = None
         self.current: Exchange | None = None
@@ -120,6 +122,7 @@ class FrontConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._dead:
             return
+        self._handled = 0
         if len(data) > self._router.config.max_head_bytes and not self._head_done:
             end = data.find(b"\r\n\r\n")
             self._check_head(end if end >= 0 else len(data))
@@ -129,7 +132,7 @@ class FrontConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(bad_request("protocol upgrades are not supported; send plain HTTP/1.1", code="upgrade"))
+            self._ignore_upgrade()
         except httptools.HttpParserError as error:
             self._refuse(bad_request(f"the request is not valid HTTP: {error}", code="bad_http"))
         if self._refusal is None and not self._head_done and self.reading_since:
@@ -147,6 +150,8 @@ class FrontConnection(asyncio.Protocol):
         self.paused = False
         if self.current is not None:
             self.current.pause(False)
+        elif self._queue:
+            self._router.loop.call_soon(self._next)
 
     # --- httptools --------------------------------------------------------------------------------------------
 
@@ -202,7 +207,7 @@ class FrontConnection(asyncio.Protocol):
         if not keep or b"connection" in self._headers:
             incoming.http10 = parser.get_http_version() == "1.0"
         self._expect = False
-        if self._busy or self._queue:
+        if self._busy or self._queue or self._handled >= PIPELINED:
             self._wait(incoming)
         else:
             self._handle(incoming)
@@ -211,19 +216,27 @@ class FrontConnection(asyncio.Protocol):
 
     def _handle(self, incoming: Incoming) -> None:
         self._busy = True
+        self._handled += 1
         self.keep = incoming.keep
         self._http10 = incoming.http10
         self._router.handle(self, incoming)
 
     def _wait(self, incoming: Incoming) -> None:
+        if not self._queue and not self._busy:
+            self._router.loop.call_soon(self._next)
         self._queue.append(incoming)
         if len(self._queue) >= PIPELINED and not self._reading_paused and self.transport is not None:
             self._reading_paused = True
             self.transport.pause_reading()
 
     def _next(self) -> None:
-        while self._queue and not self._busy and not self._dead:
+        """Takes up what waits: a few a turn, so that one connection never holds up the others, and nothing while the
+        client does not read."""
+        self._handled = 0
+        while self._queue and not (self._busy or self._dead or self.paused) and self._handled < PIPELINED:
             self._handle(self._queue.popleft())
+        if self._queue and not (self._busy or self.paused):
+            self._router.loop.call_soon(self._next)
         if self._reading_paused and len(self._queue) < PIPELINED and self.transport is not None:
             self._reading_paused = False
             self.transport.resume_reading()
@@ -298,10 +311,20 @@ class FrontConnection(asyncio.Protocol):
         else:
             self._router.handle(self, refused)
 
+    def _ignore_upgrade(self) -> None:
+        """The request is answered in plain HTTP/1.1, which refuses the other protocol; what follows is not ours."""
+        if self._busy or self._queue:
+            self.keep = False
+            for waiting in self._queue:
+                waiting.keep = False
+        else:
+            self.close()
+
     def linger(self, data: bytes) -> None:
         """A last answer to a client that may still be sending: write, say that no more comes, drop what arrives."""
         if self.transport is None:
             return
+        self._router.outbox.flush_one(self)  # what was answered before goes first
         self.transport.write(data)
         self.lingering_since = self._router.now
         if self.transport.can_write_eof():

@@ -10,6 +10,7 @@ import asyncio
 
 import msgspec
 
+from pdplane.core.errors import Cause
 from pdplane.core.ids import Rid, Room
 
 from .call import CallFailed, call
@@ -24,15 +25,23 @@ class Guard:
         self.failed = 0
         self._running: set[asyncio.Task[None]] = set()
 
-    def abort(self, worker: Worker, rids: tuple[Rid, ...], rooms: tuple[Room, ...], headers: bytes = b"") -> None:
-        """Tell `worker` to end these samples of one attempt. `headers`: the client's authorization, as a line."""
-        task = asyncio.get_running_loop().create_task(self._abort(worker, rids, rooms, headers))
+    def abort(
+        self, worker: Worker, rids: tuple[Rid, ...], rooms: tuple[Room, ...], cause: Cause, headers: bytes = b""
+    ) -> None:
+        """Tell `worker` to end these samples of one attempt, and why. `headers`: the client's authorization, as a
+        line."""
+        task = asyncio.get_running_loop().create_task(self._abort(worker, rids, rooms, cause, headers))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _abort(self, worker: Worker, rids: tuple[Rid, ...], rooms: tuple[Room, ...], headers: bytes) -> None:
+    async def _abort(
+        self, worker: Worker, rids: tuple[Rid, ...], rooms: tuple[Room, ...], cause: Cause, headers: bytes
+    ) -> None:
+        why = {"code": cause.code, "message": cause.message}
         for i, rid in enumerate(rids):
-            body = msgspec.json.encode({"rid": rid, "room": rooms[i] if rooms else None, "abort_all": False})
+            body = msgspec.json.encode(
+                {"rid": rid, "room": rooms[i] if rooms else None, "abort_all": False, "cause": why}
+            )
             try:
                 status, _ = await call(
                     worker.address, "POST", "/abort_request", body, headers=headers, timeout_s=ABORT_TIMEOUT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from time import monotonic
 from typing import Any
 
@@ -13,7 +14,9 @@ from pdplane.core.layout import Stamp
 from .call import CallFailed, call
 from .config import RouterConfig
 from .pairing import Pairing
-from .worker import Limits, Worker
+from .worker import UNSEEN, Limits, Worker
+
+log = logging.getLogger(__name__)
 
 SOON_S = 0.5  # time between two looks at a worker that did not answer well
 
@@ -41,6 +44,7 @@ class Watch:
         self._config = config
         self._pairing = pairing
         self._tasks: list[asyncio.Task[None]] = []
+        self._said: dict[str, str] = {}
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -61,8 +65,17 @@ class Watch:
                 worker.reason = why
             if self._facts(worker) != before:
                 self._pairing.refresh()
+                self._announce()
             interval_s = self._config.health_interval_s
             await asyncio.sleep(min(interval_s, SOON_S) if why else interval_s)
+
+    def _announce(self) -> None:
+        """Who leaves the service or comes back is logged once, with the reason; two that clash, with both values."""
+        for worker in self._pairing.workers:
+            why, said = self._pairing.why_out(worker), self._said.get(worker.url, "")
+            if why != said and worker.last_heard and worker.reason != UNSEEN:
+                log.warning("%s %s is %s", worker.role, worker.url, f"out of service: {why}" if why else "in service")
+                self._said[worker.url] = why
 
     @staticmethod
     def _facts(worker: Worker) -> tuple[object, ...]:

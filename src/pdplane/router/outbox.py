@@ -6,7 +6,10 @@ All reads first, then all writes: a stream's paced chunk costs a third less that
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 
 class Writable(Protocol):
@@ -30,11 +33,16 @@ class Outbox:
         pending[connection] = data if before is None else before + data
 
     def flush(self) -> None:
+        """One connection's fault is its own: the bytes of all others go out."""
         pending, self._pending = self._pending, {}
         for connection, data in pending.items():
             transport = connection.transport
             if transport is not None:
-                transport.write(data)
+                try:
+                    transport.write(data)
+                except Exception:
+                    log.exception("a connection that takes no bytes is cut")
+                    transport.abort()
 
     def flush_one(self, connection: Writable) -> None:
         data = self._pending.pop(connection, None)

@@ -111,10 +111,11 @@ class Router:
             timeout_s = float(given)
         except ValueError:
             timeout_s = math.nan
-        if not timeout_s > 0:
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise Refused(
                 bad_request(
-                    f"x-request-timeout must be a number of seconds above 0, got {given.decode('latin-1')!r}",
+                    f"x-request-timeout must be a number of seconds over 0, got {given.decode('latin-1')!r}",
+                    code="invalid_value",
                     param="x-request-timeout",
                     side="router",
                 )
@@ -125,7 +126,7 @@ class Router:
         """The header that tells a worker the time left, and the beginning of the next one."""
         if left_s == self.config.request_timeout_s:
             return self._full_timeout_line
-        return b"x-request-timeout: %.3f\r\ncontent-length: " % left_s
+        return b"x-request-timeout: %.3f\r\ncontent-length: " % max(left_s, 0.001)
 
     def _authorised(self, incoming: Incoming) -> bool:
         return hmac.compare_digest(incoming.headers.get(b"authorization", b""), self._key)

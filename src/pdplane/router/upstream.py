@@ -7,6 +7,7 @@ that turns out to be dead is a failed attempt, and the next attempt has another 
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import httptools
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
+STALE_WITHIN_S = 0.2
+"""A connection that was closed while idle says so within a round trip of its next request. Later than this, the worker
+had the request and died over it: it is to blame, and a retry must not go there again."""
 HEAD_END = b"\r\n\r\n"
 
 
@@ -50,6 +54,7 @@ class Leg(asyncio.Protocol):
         "idle_since",
         "paused",
         "reused",
+        "sent_at",
         "status",
         "transport",
         "worker",
@@ -66,6 +71,7 @@ class Leg(asyncio.Protocol):
         self.attempt = 0
         self.reused = False
         self.idle_since = 0.0
+        self.sent_at = 0.0
         self.paused = False
         self._reset()
 
@@ -78,7 +84,7 @@ class Leg(asyncio.Protocol):
 
     def send(self, exchange: Exchange, attempt: int, data: bytes) -> None:
         """Take the leg for this attempt and send its request."""
-        self.exchange, self.attempt = exchange, attempt
+        self.exchange, self.attempt, self.sent_at = exchange, attempt, monotonic()
         self._outbox.write(self, data)
 
     def pause(self, paused: bool) -> None:
@@ -144,7 +150,7 @@ class Leg(asyncio.Protocol):
         elif self._ends_by_closing(exc):
             self.complete = True
             self._received(b"")
-        elif self.reused and not self.status and not self.held:
+        elif self.reused and not self.status and not self.held and monotonic() < self.sent_at + STALE_WITHIN_S:
             self.worker.drop_idle()
             self._fail("stale_connection", "had closed an idle connection", blames=NOBODY)
         else:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .upstream import Leg
 
 AGGREGATED = "aggregated"
+UNSEEN = "not looked at yet"
 
 
 class Limits(msgspec.Struct):
@@ -54,7 +55,7 @@ class Worker:
         self.address = address
         self.url = address.url
         self.role = role
-        self.reason = "not looked at yet"
+        self.reason = UNSEEN
         self.instance = ""
         self.model = ""
         self.stamp: Stamp | None = None

@@ -39,6 +39,7 @@ from pdplane.transport.pool import PagePool
 
 from .engine import PAGE_BYTES, SimEngine, Work
 from .network import Connection, Network
+from .plan import Plan
 
 STAMP = Stamp(
     model="sim",
@@ -57,6 +58,7 @@ class World(Protocol):
     now: float
     network: Network
     fabric: MemoryFabric
+    plan: Plan
     works: dict[Rid, Work]
 
     def at(self, when: float, do: Callable[[], None]) -> None: ...

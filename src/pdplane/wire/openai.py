@@ -42,6 +42,7 @@ _CHAT_ONLY: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "store": (False,),
     "echo": (False,),
     "best_of": (1,),
 }

@@ -10,6 +10,8 @@ from pdplane.settings import BadSetting, flag_of, setting
 
 from .http.settings import HttpSettings
 
+EMBEDDED = "embedded"
+WILDCARDS = ("0.0.0.0", "::", "")
 ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -18,7 +20,7 @@ class WorkerConfig(HttpSettings):
     role: str = setting("aggregated", "what this worker does", choices=ROLES)
     host: str = setting("127.0.0.1", "address that HTTP listens on")
     port: int = setting(8100, "port that HTTP listens on; 0 takes any free one")
-    model: str = setting("", "folder of a Llama-family model in Hugging Face's format; default: the embedded model")
+    model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
     served_model_name: str = setting("", "name that clients use; default: the model folder's")
     page_size: int = setting(16, "tokens per page")
     pool_mb: int = setting(1024, "memory of the page pool, MiB; touched only as far as it is used")
@@ -49,6 +51,10 @@ class WorkerConfig(HttpSettings):
             self._check(name, least=0.001)
         for name in ("grace_s", "shutdown_s", "port", "control_port", "data_port", "bootstrap_port"):
             self._check(name, least=0)
+        if self.host in WILDCARDS and self.role != "aggregated" and not self.advertise_host:
+            raise BadSetting(
+                f"--host {self.host} listens everywhere: peers need one address to dial, give it with --advertise-host"
+            )
         if self.silent_s <= self.beat_s:
             raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
 

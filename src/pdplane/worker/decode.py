@@ -109,7 +109,7 @@ class DecodeShell(Shell[DecodeNode]):
             prompt=prompt,
             max_new=generation.sampling.max_tokens,
             deadline=deadline,
-            address=f"{host}:{port or self.default_bootstrap_port}",
+            address=f"{bracketed(host)}:{port or self.default_bootstrap_port}",
         )
 
     def _do_role(self, effect: Effect) -> None:
@@ -189,3 +189,8 @@ class DecodeShell(Shell[DecodeNode]):
             "control_sessions": node.members.sessions(),
             "bad_data_frames": self.landing.bad_frames,
         }
+
+
+def bracketed(host: str) -> str:
+    """A host as URLs write it: an IPv6 address goes in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -117,7 +117,7 @@ class Service(Protocol):
         """All of the batch or none: raises Refused (400 over a limit, 409 duplicate room, 429 busy, 503 draining)."""
         ...
 
-    def abort(self, rid: str, room: int | None = None) -> int:
+    def abort(self, rid: str, room: int | None = None, cause: Cause | None = None) -> int:
         """Exact rid (of an attempt, or the request's id, which names all of its samples); how many were ended."""
         ...
 

@@ -168,15 +168,15 @@ class Shell(Generic[N]):
         self.post(Cancel(rid, cause))
         self.jobs.drop(rid, cause.code)
 
-    def abort(self, rid: str, room: int | None = None) -> int:
-        return self._abort(self.jobs.named(rid, room))
+    def abort(self, rid: str, room: int | None = None, cause: Cause | None = None) -> int:
+        return self._abort(self.jobs.named(rid, room), cause or aborted(self.role))
 
     def abort_all(self) -> int:
-        return self._abort(list(self.jobs))
+        return self._abort(list(self.jobs), aborted(self.role))
 
-    def _abort(self, rids: Sequence[Rid]) -> int:
+    def _abort(self, rids: Sequence[Rid], cause: Cause) -> int:
         for rid in rids:
-            self.post(Cancel(rid, aborted(self.role)))
+            self.post(Cancel(rid, cause))
         return len(rids)
 
     def record(self, key: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pdplane.core.errors import Cause, Refused, client_left
+from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, client_left
 from pdplane.core.ids import BadRoom, Rid, parse_room
 from pdplane.wire.body import convert, decode_object, invalid
 from pdplane.wire.errors import JSON
@@ -35,10 +35,18 @@ class Probed(Protocol):
         ...
 
 
+class AbortCause(msgspec.Struct, frozen=True, kw_only=True):
+    """Why whoever aborts does so: the first cause crosses to this side's record."""
+
+    code: str
+    message: str = ""
+
+
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None = None
     room: object = None
     abort_all: bool | None = None
+    cause: AbortCause | None = None
 
 
 class Operations:
@@ -116,12 +124,11 @@ class Operations:
             return self._service.abort_all()
         if not asked.rid:
             raise invalid('rid is missing: name the request, or say "abort_all": true', "rid")
-        if asked.room is None:
-            return self._service.abort(asked.rid)
         try:
-            return self._service.abort(asked.rid, parse_room(asked.room))
+            room = None if asked.room is None else parse_room(asked.room)
         except BadRoom as error:
             raise invalid(str(error), "room", code="invalid_room") from None
+        return self._service.abort(asked.rid, room, _cause(asked.cause))
 
     async def _probe(self) -> bool:
         """True where a token was generated, False where this role cannot without a pair. Raises Refused."""
@@ -165,6 +172,10 @@ class Operations:
                 "prompt_tokens": min(service.max_prompt_tokens, service.context_len - 1),
             },
         }
+
+
+def _cause(told: AbortCause | None) -> Cause | None:
+    return Cause(told.code[:64], told.message[:512], CLIENT_CLOSED, side="router") if told else None
 
 
 def _json(payload: object, status: int = 200) -> Response:
