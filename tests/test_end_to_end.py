@@ -79,7 +79,7 @@ async def test_a_fleet_comes_up_answers_explains_itself_and_stops(
         workers = json.loads(capsys.readouterr().out)["workers"]
         assert [worker["role"] for worker in workers] == ["prefill", "decode"]
         assert await asyncio.to_thread(main, ["explain", answer.json()["id"], "--url", url]) == 0
-        assert "decode   Success" in capsys.readouterr().out
+        assert " decode     Success (" in capsys.readouterr().out
         process.send_signal(signal.SIGINT)
         await lines_until(process, "stopping")
         assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
