@@ -5,6 +5,8 @@ A sequence attends alone, in shapes that follow from its own length: neighbours 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from .safetensors_file import Array
@@ -54,5 +56,6 @@ def _exponentials(scores: Array) -> Array:
     return total
 
 
+@cache
 def _causal(rows: int) -> Array:
     return np.triu(np.full((rows, rows), -np.inf, np.float32), k=1)
