@@ -143,9 +143,9 @@ async def test_explain_tells_who_holds_what_of_a_request_that_runs(terminal: Ter
 
 
 async def test_explain_tells_the_cause_of_a_failure_and_every_attempt(terminal: Terminal) -> None:
-    async with fleet(2, 2) as it:
+    async with fleet(2, 2, router={"health_interval_s": 60.0}) as it:
         for one in it.prefills:
-            one.shell.node.draining = "the test says so"  # the router has not heard of it yet
+            one.shell.node.draining = "the test says so"  # the router does not hear of it
         answer = await it.post(COMPLETIONS, {**BODY, "rid": "failed"})
         assert answer.status_code == 503
         lines = await explained(it, terminal, "failed")

@@ -103,6 +103,20 @@ def test_with_a_landing_under_way_the_fence_takes_its_time() -> None:
     assert world.d_state(5) is R.GONE
 
 
+def test_with_a_fence_prefills_word_frees_nothing_while_a_landing_is_under_way() -> None:
+    """Bytes that prefill wrote before its connection failed may still be on their way when it says DRAINED."""
+    world = Facing(fence=True, auto_fence=False)
+    world.meet(5)
+    world.cancel(world.d, 5)
+    world.pump()
+    world.release(5)
+    world.pump()
+    assert world.states(5) == (R.DRAINING, S.GONE)
+    assert world.decode.ledger.counts[Page.DRAINING] == 3
+    world.d.take(GrantQuiet(world.receiver(5).grant))
+    assert world.idle()
+
+
 def test_granted_without_a_fence_pages_wait_for_drained() -> None:
     world = Facing(fence=False)
     world.meet(5)

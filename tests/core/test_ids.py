@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.errors import Cause, Refused, aborted, busy, client_left, deadline
-from pdplane.core.ids import MAX_ROOM, BadRoom, Instance, Rank, Seat, parse_room
+from pdplane.core.ids import MAX_ROOM, BadRoom, Instance, Rank, Room, Seat, parse_room, room_named
 
 
 @given(st.integers(1, MAX_ROOM))
@@ -44,3 +44,12 @@ def test_a_refusal_carries_its_cause() -> None:
     refused = Refused(cause)
     assert refused.cause is cause
     assert str(refused) == "x (prefill): y"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.0", "x", str(2**63), "9" * 5000, "\u0661"])
+def test_what_is_no_rooms_number_names_no_room(text: str) -> None:
+    assert room_named(text) is None
+
+
+def test_a_rooms_number_names_it() -> None:
+    assert room_named(str(2**63 - 1)) == Room(2**63 - 1)

@@ -9,9 +9,10 @@ import pytest
 
 from pdplane.core.effects import CloseConn, Dial, Effect, SendFrame
 from pdplane.core.errors import Cause
-from pdplane.core.events import ControlEndpoint
+from pdplane.core.events import ControlEndpoint, RouteKnown
 from pdplane.core.frames import Abort, Beat, Frame, Hello, Reject, Welcome
 from pdplane.core.ids import ConnId, GrantNo, Instance, Rank, Room, Seat
+from pdplane.core.membership import Membership
 from pdplane.core.session import NO_CONN, Acceptor, Dialler, DState, Gone, Identity, Refused, SessionTimes, Up
 
 from .facing import STAMP
@@ -301,3 +302,38 @@ def test_beats_of_the_acceptor_are_for_each_peer() -> None:
     (beat,) = frames(out)
     assert isinstance(beat, Beat)
     assert beat.progress == {1: 2}
+
+
+# --- what is remembered of others -----------------------------------------------------------------------------------
+
+
+def membership() -> Membership:
+    return Membership(D, SessionTimes(), [], lambda: Beat(src=D.instance))
+
+
+def test_a_registry_that_does_not_answer_is_forgotten() -> None:
+    members = membership()
+    for number in range(3):
+        assert members.seek(f"nowhere:{number}", Room(number + 1)) == ()
+        assert members.failed(f"nowhere:{number}") == [Room(number + 1)]
+    assert members.groups == {}
+
+
+def test_an_endpoint_that_a_registry_no_longer_names_is_forgotten_once_nobody_is_there() -> None:
+    members = membership()
+    for port in range(1, 4):
+        members.seek("registry:1", Room(port))
+        at = ControlEndpoint("p", port)
+        members.known(RouteKnown("registry:1", ((Rank(), at),)), 0.0)
+        assert members.diallers[at].dial_failed("refused", 0.0)
+        members.refused(at)
+    assert list(members.diallers) == [ControlEndpoint("p", 3)]
+
+
+def test_an_endpoint_whose_dial_is_under_way_is_not_forgotten() -> None:
+    members = membership()
+    for port in range(1, 3):
+        members.seek("registry:1", Room(1))
+        members.groups["registry:1"].looking = True
+        members.known(RouteKnown("registry:1", ((Rank(), ControlEndpoint("p", port)),)), 0.0)
+    assert [dialler.state for dialler in members.diallers.values()] == [DState.DIALLING] * 2

@@ -304,3 +304,22 @@ def test_a_pool_that_is_too_small_or_read_only_is_refused(engine: NumpyEngine) -
         engine.attach(pool.data, 3)
     with pytest.raises(ValueError, match="read-only: True"):
         engine.attach(pool.data.toreadonly(), 2)
+
+
+def test_what_ended_in_a_step_that_failed_later_is_said_by_the_next(engine: NumpyEngine) -> None:
+    """Or its pages would never be released: the engine has forgotten it."""
+    engine.add(ask("ends", 10, range(4), sampling={"max_tokens": 3}))
+    engine.add(ask("fails", 11, range(4, 8), sampling={"max_tokens": 9}))
+    for _ in range(3):
+        engine.step()
+
+    def failing(rid: Rid, position: int, logits: Any) -> None:
+        if rid == "fails":
+            raise MemoryError
+
+    engine.on_logits = failing
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.abort(Rid("fails"))
+    assert [(output.rid, output.finish) for output in engine.step()] == [("ends", "length")]
+    assert not engine.busy()

@@ -248,3 +248,32 @@ async def test_a_client_that_never_ends_its_request_is_closed() -> None:
         client.send(b"POST /generate HTTP/1.1\r\nhost: x\r\n")
         assert await asyncio.wait_for(client.reader.read(), 10) == b""
         await until(lambda: not it.router.fronts)
+
+
+async def test_a_fault_of_the_router_is_a_500_at_once_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet(prefill=ok, decode=ok) as it:
+
+        def choose(*_: object) -> None:
+            raise RuntimeError("no such pair")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(it.router.pairing, "choose", choose)
+            answer = await it.post(b"{}")
+        assert (answer.status, answer.error["code"]) == (500, "internal_error")
+        assert answer.headers["connection"] == "close"
+        assert "no such pair" in caplog.text
+        await it.idle()
+        assert (await it.post(b"{}")).status == 200
+
+
+async def test_a_view_that_fails_is_a_500_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(prefill=ok, decode=ok) as it, it.client() as client:
+
+        def missing() -> None:
+            raise RuntimeError("no such fact")
+
+        monkeypatch.setattr(it.router.pairing, "missing", missing)
+        client.send(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.read()).status == 500

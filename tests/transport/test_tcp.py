@@ -11,7 +11,7 @@ from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId
 from pdplane.transport import tcp_frames as frames
 from pdplane.transport.contract import Endpoint, Pair
 from pdplane.transport.landing_table import Verdict
-from pdplane.transport.tcp_landing import MAX_UNBOUND, TcpLanding
+from pdplane.transport.tcp_landing import MAX_UNBOUND, TcpLanding, _Frame
 from pdplane.transport.tcp_mover import TcpMover
 
 from .rigs import PAGE_BYTES, PATIENCE_S, D, P, Rig, Told, content
@@ -193,6 +193,21 @@ def test_a_revoke_inside_a_frame_sends_the_rest_to_scratch_and_keeps_the_connect
         raw.sock.sendall(content(5, PAGE_BYTES))
         assert raw.ack() == (3, Verdict.LANDED)
     assert rig.has(11, src=5)
+
+
+def test_a_read_that_fails_in_any_way_does_not_keep_a_revoke_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def views(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(_Frame, "page_views", views)
+    rig.arm(7, [1])
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 7, 1)
+        assert raw.is_closed_by_decode()
+    assert rig.landing.revoke(GrantNo(7)) is True
 
 
 def test_strangers_that_say_nothing_do_not_pile_up(rig: Rig) -> None:

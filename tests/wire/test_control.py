@@ -244,6 +244,13 @@ def test_a_grant_whose_time_left_is_no_number_is_refused() -> None:
         FrameReader().feed(encode(grant))
 
 
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_first_token_that_no_vocabulary_has_is_refused(token: int) -> None:
+    frame = Success(**WHO, row=Row(first_token=token, prompt_tokens=1, prompt_digest=b""))
+    with pytest.raises(BadFrame, match=f"first token {token}"):
+        FrameReader().feed(encode(frame))
+
+
 def test_an_oversize_frame_is_refused_from_its_head_alone() -> None:
     with pytest.raises(BadFrame, match="4294967295 bytes"):
         FrameReader().feed(b"\xff\xff\xff\xff\1")

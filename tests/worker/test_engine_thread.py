@@ -457,3 +457,57 @@ def test_what_leaves_a_shared_step_is_released_before_that_step_is_over() -> Non
     bench.engine.on_dropped(A)
     assert (bench.posted[-1].rid, bench.posted[-1].finish, bench.posted[-1].released) == (A, "abort", True)
     assert bench.thread.running == 1
+
+
+def test_a_broken_engine_that_still_says_busy_does_not_keep_the_thread_turning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(*[RuntimeError("no more bits")] * (FAILED_STEPS_LIMIT + 1))
+    bench.add(request())
+    bench.run()
+    assert bench.thread.broken
+    assert bench.engine.busy()
+    looked: list[bool] = []
+    inbox = bench.thread._inbox
+
+    class Watched:
+        @staticmethod
+        def get(block: bool) -> Any:
+            looked.append(block)
+            return inbox.get(block=False)
+
+    bench.thread._inbox = Watched()  # type: ignore[assignment]
+    bench.thread.turn(wait=True)
+    assert looked == [True]
+
+
+def test_a_fault_on_the_thread_itself_ends_every_request_and_later_ones_too(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench([out(A, "h")], [out(A, "i")])
+    ended = threading.Event()
+
+    def post(emissions: list[Emission]) -> None:
+        bench.posted.extend(emissions)
+        if any(emission.released for emission in emissions):
+            ended.set()
+
+    bench.thread = EngineThread(bench.engine, WordlessTokenizer(), post)
+    for rid in (A, B):
+        ended.clear()
+        bench.add(request(rid))
+        if rid == A:
+            bench.thread.start()
+        assert ended.wait(30)
+        assert finishes(bench.posted, rid) == ["error"]
+        assert releases(bench.posted, rid) == 1
+    assert "no word for 104" in bench.thread.broken
+    bench.thread.stop()
+
+
+class WordlessTokenizer(ByteTokenizer):
+    def stream(self, *, skip_special: bool = True) -> Any:
+        class Stream:
+            @staticmethod
+            def push(token: int) -> str:
+                raise LookupError(f"no word for {token}")
+
+        return Stream()

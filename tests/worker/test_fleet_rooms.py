@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .fleets import CHAT, COMPLETIONS, Fleet, Talk, essence, fleet, pairing, texts, until
+from .fleets import CHAT, COMPLETIONS, Fleet, Talk, client, essence, fleet, pairing, texts, until
 from .test_fleet_answers import completion
 
 BODY = completion()[1]
@@ -179,3 +179,11 @@ async def test_an_unknown_request_is_a_404_that_says_what_to_give() -> None:
             answer = await one.get("/requests/nobody")
             assert answer.status_code == 404
             assert "request id" in answer.json()["error"]["message"]
+
+
+async def test_a_key_of_very_many_digits_is_a_404_everywhere() -> None:
+    async with fleet() as it:
+        async with client(it.url) as http:
+            assert (await http.get(f"/requests/{'9' * 5000}")).status_code == 404
+        for one in it.members:
+            assert (await one.get(f"/requests/{'9' * 5000}")).status_code == 404

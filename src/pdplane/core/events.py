@@ -18,7 +18,7 @@ from .ids import ConnId, GrantNo, MoveNo, PageId, Rank, Rid, Room
 class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of an attempt. `address` is the registry of its prefill (decode side only). `max_new`: tokens wanted.
     `deadline` is absolute on the core's clock. An AnswerFailed for this rid among the effects of this very event is the
-    newcomer's, also where the rid is in use: the shell registers the leg only afterwards, and the first keeps its own.
+    newcomer's, also where the rid is in use: a shell does not let in a rid that another client still waits for.
     """
 
     rid: Rid

@@ -61,6 +61,13 @@ class Seat(msgspec.Struct, frozen=True, order=True):
         return f"{self.instance}/{self.rank}"
 
 
+def room_named(text: str) -> Room | None:
+    """The room whose number `text` is; None where it is no such number (of however many digits)."""
+    if len(text) > len(str(MAX_ROOM)) or not (text.isascii() and text.isdecimal()):
+        return None
+    return Room(int(text)) if 1 <= int(text) <= MAX_ROOM else None
+
+
 def parse_room(value: object) -> Room:
     """The room in `value`, or BadRoom. A bool is not a room, nor is a float or a numeric string."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -14,7 +14,7 @@ from .effects import Effect, LookUp
 from .events import ControlEndpoint, RouteKnown
 from .frames import Beat
 from .ids import ConnId, Rank, Room, Seat
-from .session import Dialler, Identity, Notice, SessionTimes
+from .session import Dialler, DState, Identity, Notice, SessionTimes
 
 
 class Group(msgspec.Struct):
@@ -59,6 +59,7 @@ class Membership:
             return
         group.looking = False
         group.endpoints = dict(route.ranks)
+        self._forget_idle()
         for endpoint in group.endpoints.values():
             if endpoint not in self.diallers:
                 self.diallers[endpoint] = Dialler(endpoint, self._me, self._times, self._out, self._beat)
@@ -66,11 +67,8 @@ class Membership:
 
     def failed(self, address: str) -> list[Room]:
         """The rooms whose route there is none."""
-        group = self.groups.get(address)
-        if group is None:
-            return []
-        group.looking = False
-        return self._take_waiting(group)
+        group = self.groups.pop(address, None)  # clients name addresses without end
+        return [] if group is None else self._take_waiting(group)
 
     def ready(self) -> list[tuple[Room, tuple[Seat, ...]]]:
         """Rooms whose sessions have all come up, taken out of waiting."""
@@ -124,6 +122,14 @@ class Membership:
 
     def sessions(self) -> int:
         return sum(dialler.up for dialler in self.diallers.values())
+
+    def _forget_idle(self) -> None:
+        """Endpoints that no registry names any more, once nobody is bound there: a prefill may come back on new ports
+        without end."""
+        named = {endpoint for group in self.groups.values() for endpoint in group.endpoints.values()}
+        for endpoint, dialler in list(self.diallers.items()):
+            if endpoint not in named and dialler.state is DState.IDLE:
+                del self.diallers[endpoint]
 
     def _seats(self, group: Group) -> tuple[Seat, ...]:
         diallers = [self.diallers[endpoint] for endpoint in group.endpoints.values()]

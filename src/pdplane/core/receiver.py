@@ -1,8 +1,8 @@
 """Decode's side of one room: applies RECEIVER of core/table.py, keeps the rank sets and the pages.
 
 Ranks are sets, never counters: who was told, who is quiet, who has succeeded. A rank is quiet once it can write no
-more under this room's grant: by SUCCESS, by DRAINED, by the closed local fence, or because it was never handed a
-GRANT and its instance is gone. `quiet >= told` is the proof that frees pages (O4).
+more under this room's grant: by SUCCESS, by the closed local fence, by DRAINED where there is no fence, or because
+it was never handed a GRANT and its instance is gone. `quiet >= told` is the proof that frees pages (O4).
 """
 
 from __future__ import annotations
@@ -144,12 +144,14 @@ class Receiver:
             self.row = self.row or row
 
     def drained(self, seat: Seat) -> None:
-        """Prefill says FAILED before DRAINED, so a room that is not over has nothing to drain."""
+        """Prefill says FAILED before DRAINED, so a room that is not over has nothing to drain. Where this side has a
+        fence, the fence alone proves: bytes that prefill wrote and gave up may still lie in a socket's buffer."""
         if self.state not in (R.DRAINING, R.QUARANTINE):
             self._node.count("late", f"{self.state}/drained")
             return
-        self.quiet.add(seat)
         self.drained_by.add(seat)
+        if not (self._desk.fence and self.pages):
+            self.quiet.add(seat)
         self._derive()
 
     def fenced(self) -> None:

@@ -107,7 +107,10 @@ class NumpyEngine:
         outputs, self._refused = self._refused, []
         prefill, rows = self._choose()
         try:
-            outputs += self._prefill(rows[0]) if prefill else self._decode(rows) if rows else []
+            if prefill:
+                self._prefill(rows[0], outputs)
+            elif rows:
+                self._decode(rows, outputs)
         except Exception:
             self._refused = outputs + self._end()  # the next step says them
             raise
@@ -168,8 +171,8 @@ class NumpyEngine:
             self.on_dropped(rows[number].rid)
         return False
 
-    def _prefill(self, sequence: Sequence) -> list[StepOutput]:
-        """One chunk of the prompt; after the last one its first token."""
+    def _prefill(self, sequence: Sequence, outputs: list[StepOutput]) -> None:
+        """One chunk of the prompt; after the last one its first token. Adds to `outputs`."""
         assert self._kv is not None
         prompt, computed = sequence.prompt, sequence.computed
         first = min(computed, len(prompt) - 1)
@@ -186,29 +189,30 @@ class NumpyEngine:
                 lambda: self._all_aborted((sequence,)),
             )
         except Interrupted:
-            return []
+            return
         sequence.computed = end
         if end < len(prompt):
-            return [sequence.output()]
+            outputs.append(sequence.output())
+            return
         with self._lock:
             self._prefills.remove(sequence)
             self._running.append(sequence)
-        return [self._sampled(sequence, self._llama.logits(hidden[None])[0])]
+        outputs.append(self._sampled(sequence, self._llama.logits(hidden[None])[0]))
 
-    def _decode(self, ready: list[Sequence]) -> list[StepOutput]:
-        """One token for each."""
+    def _decode(self, ready: list[Sequence], outputs: list[StepOutput]) -> None:
+        """One token for each. Adds to `outputs` one by one: what has ended is said, even if the step fails later."""
         assert self._kv is not None
         over = [row for row in ready if row.end(self.model)]  # ended by its prior tokens
-        outputs = [self._finished(row, row.output(finish=row.end(self.model))) for row in over]
+        outputs += [self._finished(row, row.output(finish=row.end(self.model))) for row in over]
         rows = [row for row in ready if row not in over]
         if not rows:
-            return outputs
+            return
         inputs = [DecodeRow(row.generated[row.computed - len(row.prompt)], row.computed, row.pages) for row in rows]
         dropped: set[int] = set()
         try:
             hidden = self._llama.decode(self._kv, inputs, lambda: self._let_go(rows, dropped), dropped)
         except Interrupted:
-            return outputs
+            return
         logits = self._llama.logits(hidden)
         for number, row in enumerate(rows):
             if number in dropped:
@@ -216,7 +220,6 @@ class NumpyEngine:
             row.computed += 1
             behind = row.computed < row.length
             outputs.append(row.output() if behind else self._sampled(row, logits[number]))
-        return outputs
 
     def _sampled(self, sequence: Sequence, logits: Array) -> StepOutput:
         """Samples the next token, and ends the request where it ends."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pdplane.core.ids import Rid, Room
+from pdplane.core.ids import Rid, Room, room_named
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -57,8 +57,8 @@ class RecordBook:
     def find(self, key: str) -> list[LegRecord]:
         if record := self._records.get(Rid(key)):
             return [record]
-        room = int(key) if key.isdecimal() else 0
-        return [r for r in self._records.values() if r.request_id == key or (room and r.room == room)]
+        room = room_named(key)
+        return [r for r in self._records.values() if r.request_id == key or (room is not None and r.room == room)]
 
 
 def describe(record: LegRecord) -> dict[str, Any]:

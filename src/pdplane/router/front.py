@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,13 @@ import msgspec
 
 from pdplane.core.errors import Cause, bad_request
 
+from .answers import error_answer
+
 if TYPE_CHECKING:
     from .exchange import Exchange
     from .routing import Router
+
+log = logging.getLogger(__name__)
 
 PIPELINED = 8  # whole requests of one connection that may wait before it is read no further, or be handled in one turn
 
@@ -219,7 +224,20 @@ class FrontConnection(asyncio.Protocol):
         self._handled += 1
         self.keep = incoming.keep
         self._http10 = incoming.http10
-        self._router.handle(self, incoming)
+        try:
+            self._router.handle(self, incoming)
+        except Exception:
+            log.exception("handling %s %s failed", incoming.method, incoming.path)
+            self._failed()
+
+    def _failed(self) -> None:
+        """A fault of ours is a 500, now and not at the deadline, and the connection's last answer."""
+        self.keep = False
+        cause = Cause("internal_error", "the router failed to handle the request", 500, side="router")
+        if self.current is not None:
+            self.current.cancel(cause)
+        elif self._busy:
+            self.respond(error_answer(cause, close=True))
 
     def _wait(self, incoming: Incoming) -> None:
         if not self._queue and not self._busy:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdplane.core.errors import Cause
-from pdplane.core.ids import Rid, Room
+from pdplane.core.ids import Rid, Room, room_named
 
 
 class AttemptRecord(msgspec.Struct, gc=False):
@@ -98,11 +98,11 @@ class Records:
     def find(self, key: str) -> RequestRecord | None:
         """By request id, by an attempt's rid, by room, or by the client's label (the newest)."""
         request_id = key.split(".", 1)[0]
-        room = int(key) if key.isdecimal() else 0
+        room = room_named(key)
         for record in sorted(filter(None, self._ring), key=lambda r: -r.number):
             if record.request_id == request_id or record.label == key:
                 return record
-            if room and any(room in attempt.rooms for attempt in record.attempts):
+            if room is not None and any(room in attempt.rooms for attempt in record.attempts):
                 return record
         return None
 

@@ -266,7 +266,7 @@ class _Connection:
         """One read, entered already."""
         try:
             size = self._sock.recvmsg_into(frame.page_views(self._pool))[0]
-        except OSError:
+        except BaseException:  # whatever it was, this read is over: a revoke waits for it
             self._table.leave(claim)
             raise
         frame.left -= size

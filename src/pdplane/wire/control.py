@@ -13,11 +13,12 @@ from typing import get_args
 
 import msgspec
 
-from pdplane.core.frames import Frame, Grant, RoomFrame
+from pdplane.core.frames import Frame, Grant, RoomFrame, Success
 from pdplane.core.ids import MAX_ROOM
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024
+MAX_TOKEN = 2**32 - 1
 
 _HEAD = struct.Struct("<IB")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -128,6 +129,8 @@ def _check_ranges(frame: Frame) -> None:
     """What the types cannot say. Page numbers are the memory owner's to check, by grant."""
     if not isinstance(frame, _ROOM_FRAMES):
         return
+    if isinstance(frame, Success) and not 0 <= frame.row.first_token <= MAX_TOKEN:
+        raise BadFrame(f"first token {frame.row.first_token} is not within 0 and {MAX_TOKEN}")
     if not 1 <= frame.room <= MAX_ROOM:
         raise BadFrame(f"room {frame.room} is not within 1 and {MAX_ROOM}")
     if frame.grant < 0:

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 3.0
 UNSENT_LIMIT_BYTES = 16 * 1024 * 1024
+FLUSH_LIMIT_S = 5.0
 
 
 class ControlNet:
@@ -67,8 +68,13 @@ class ControlNet:
             self._post(DialFailed(endpoint, f"no answer within {DIAL_TIMEOUT_S:g} s"))
         except OSError as error:
             self._post(DialFailed(endpoint, error.strerror or str(error)))
+        except (ValueError, OverflowError) as error:  # a registry may name an impossible address
+            self._post(DialFailed(endpoint, str(error)))
         else:
-            self._post(Dialled(endpoint, connection.conn))
+            if connection.conn in self._conns:
+                self._post(Dialled(endpoint, connection.conn))
+            else:
+                self._post(DialFailed(endpoint, "it closed the connection at once"))
 
     # --- for connections ---
 
@@ -137,5 +143,8 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def close(self) -> None:
+        """Flush and close; a peer that takes nothing is cut off after a while."""
         if self._transport is not None:
             self._transport.close()
+            if self._transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(FLUSH_LIMIT_S, self._transport.abort)

@@ -82,6 +82,7 @@ class DecodeShell(Shell[DecodeNode]):
         self.node = DecodeNode(me, config.limits(pool.pages), fence=self.landing.capabilities.fence)
 
     async def stop(self) -> None:
+        await super().stop()
         for task in list(self._lookups):
             task.cancel()
         await self._control.stop()

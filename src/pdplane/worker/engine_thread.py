@@ -156,7 +156,7 @@ class EngineThread:
         """Take the messages, then one step if there is one to do. `wait`: block for a message where there is neither.
         Returns whether anything was done."""
         emissions: list[Emission] = []
-        took = self._take_messages(emissions, wait=wait and not self._engine.busy())
+        took = self._take_messages(emissions, wait=wait and (bool(self.broken) or not self._engine.busy()))
         self._send(emissions)
         if not (self._engine.busy() or self._aborted) or self._stopping or self.broken:
             return took
@@ -165,7 +165,12 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            self.turn(wait=True)
+            try:
+                self.turn(wait=True)
+            except Exception as error:  # a fault of ours: without this thread every request would wait for ever
+                log.exception("the engine thread failed")
+                self.broken = f"the engine thread failed: {_reason(error)}"
+                self._send(self._give_up("error", self.broken))
         self._send(self._give_up("abort", ""))
 
     def _take_messages(self, emissions: list[Emission], *, wait: bool) -> bool:

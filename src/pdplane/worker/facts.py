@@ -22,8 +22,8 @@ STUCK_STEP_S = 60.0
 def health(shell: Shell[Node]) -> tuple[bool, dict[str, Any]]:
     """Live, ready and progressing are three answers; healthy is the last two."""
     age = shell.running_engine.step_age(time.monotonic())
-    broken, draining = shell.running_engine.broken, shell.node.draining
-    live, progressing = not broken, age < STUCK_STEP_S
+    engine_error, draining = shell.running_engine.broken, shell.node.draining
+    live, progressing = not (engine_error or shell.broken), age < STUCK_STEP_S
     ready = live and not draining
     facts = {
         "live": live,
@@ -31,7 +31,8 @@ def health(shell: Shell[Node]) -> tuple[bool, dict[str, Any]]:
         "progressing": progressing,
         "step_age_s": round(age, 3),
         "draining": draining,
-        "engine_error": broken,
+        "engine_error": engine_error,
+        "broken": shell.broken,
         "instance": shell.instance,
     }
     return ready and progressing, facts

@@ -1,8 +1,6 @@
-"""Decode's question to a prefill's registry: which ranks are there, and where do they listen."""
+"""Decode's question to a prefill's registry: is it one to pair with, and where does it listen."""
 
 from __future__ import annotations
-
-from itertools import product
 
 from pdplane.core.errors import Cause, Refused, unavailable
 from pdplane.core.events import ControlEndpoint
@@ -15,17 +13,14 @@ POLICY = "early"
 
 
 async def find_ranks(address: str) -> tuple[tuple[Rank, ControlEndpoint], ...]:
-    """Every rank of the prefill group whose registry is at `address`. Raises Refused, naming the remedy."""
+    """The rank of the prefill whose registry is at `address`: groups of several are refused, since a grant's pages land
+    from one. Raises Refused, naming the remedy."""
     try:
         async with RegistryClient(f"http://{address}", timeout_s=LOOKUP_TIMEOUT_S) as registry:
             info = await registry.server_info()
             _check(info, address)
-            ranks = []
-            for cp, tp, pp in product(range(info.attn_cp_size), range(info.attn_tp_size), range(info.pp_size)):
-                rank = Rank(0, cp, tp, pp)
-                endpoint = await registry.rank_endpoint(rank)
-                ranks.append((rank, ControlEndpoint(endpoint.host, endpoint.port)))
-            return tuple(ranks)
+            endpoint = await registry.rank_endpoint(Rank())
+            return ((Rank(), ControlEndpoint(endpoint.host, endpoint.port)),)
     except NotRegisteredYet as error:
         raise Refused(unavailable("prefill_not_ready", str(error), side="prefill")) from None
     except RegistryUnavailable as error:
@@ -45,6 +40,10 @@ def _check(info: PrefillServerInfo, address: str) -> None:
                 side="decode",
             )
         )
+    ranks = info.attn_tp_size * info.attn_cp_size * info.pp_size
+    if ranks != 1:
+        text = f"the prefill at {address} has {ranks} ranks; this decode takes pages from one"
+        raise Refused(Cause("incompatible", text, 503, side="decode"))
     if info.dp_size != 1:
         text = f"the prefill at {address} has {info.dp_size} data-parallel ranks; this decode pairs with one"
         raise Refused(Cause("incompatible", text, 503, side="decode"))

@@ -57,6 +57,7 @@ class PrefillShell(Shell[PrefillNode]):
         return await self._control.listen(host, port)
 
     async def stop(self) -> None:
+        await super().stop()
         await self._control.stop()
         self.mover.close()
 

@@ -64,8 +64,7 @@ async def running(
         shell.engine = EngineThread(engine, tokenizer, shell.emissions)
         stack.callback(_stop_engine, shell.engine)
         ports = {"http": int(http.getsockname()[1])}
-        if not isinstance(shell, AggregatedShell):
-            stack.push_async_callback(shell.stop)
+        stack.push_async_callback(shell.stop)
         if isinstance(shell, PrefillShell):
             ports["control"] = await _listen(shell, config)
             ports["bootstrap"] = await stack.enter_async_context(registered(config, shell, ports["control"]))

@@ -3,6 +3,10 @@
 Everything here runs on the loop's thread. The engine and the transport have threads of their own; what they report hops
 here first. Events are taken one by one: an effect that yields an event at once (a fence that closes on the spot) queues
 it behind the effects under way.
+
+A fault of ours on the way (an assertion of the core, an effect that cannot be carried out) leaves a state that nobody
+can vouch for. The worker is then `broken`: nothing is carried out any more and no page changes hands, every client gets
+a 500, peers are cut off, and health says why until the process is restarted.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from pdplane.core.effects import AbortEngine, Alarm, AnswerFailed, Count, Effect, ExtendPages, Note
-from pdplane.core.errors import Cause, Refused, aborted
+from pdplane.core.errors import Cause, Refused, aborted, unavailable
 from pdplane.core.events import Cancel, Computed, Drain, Event, Released, Tick
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Instance, Rid
@@ -61,6 +65,10 @@ class Shell(Generic[N]):
         self._in_engine: set[Rid] = set()
         self.loop_lag_s = 0.0
         self.alarms: deque[str] = deque(maxlen=100)
+        self.broken = ""
+        self._faults: list[str] = []  # of the last audit
+        self._stopped = False
+        self._stopping: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._handling = False
@@ -70,18 +78,40 @@ class Shell(Generic[N]):
     # --- events and effects ---------------------------------------------------------------------------------------
 
     def post(self, event: Event) -> None:
-        """Hand an event to the core and carry out what it asks for."""
+        """Hand an event to the core and carry out what it asks for. Nothing is, once the shell is broken or stopped."""
+        if self.broken or self._stopped:
+            return
         self._events.append(event)
         if self._handling:
             return
         self._handling = True
         try:
             while self._events:
-                for effect in self.node.handle(self._events.popleft(), self._loop.time()):
+                event = self._events.popleft()
+                for effect in self.node.handle(event, self._loop.time()):
                     self._do(effect)
+            self._wind_timer()
+        except Exception as error:
+            self._break(f"{type(event).__name__} was not carried out", error)
         finally:
             self._handling = False
-        self._wind_timer()
+
+    def _break(self, what: str, error: Exception) -> None:
+        log.critical("%s: this worker is broken and must be restarted", what, exc_info=error)
+        self.broken = f"{what}: {type(error).__name__}: {error}"
+        self._do(Alarm(f"broken: {self.broken}"))
+        self._events.clear()
+        for rid in list(self.jobs):
+            self.jobs.fail(rid, Cause("internal_error", f"this worker broke: {self.broken}", 500, side=self.role))
+        for rid in self._in_engine:
+            self.running_engine.abort(rid)
+        self._stopping = self._loop.create_task(self.stop())
+
+    async def stop(self) -> None:
+        """Takes no more events. Roles with peers close their sockets too. Idempotent."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def post_soon(self, event: Event) -> None:
         """From any thread."""
@@ -144,6 +174,9 @@ class Shell(Generic[N]):
 
     def _accept(self, generation: Generation) -> Stream:
         stream = Stream(generation.rid, self._closed)
+        if self.broken:
+            stream.fail(unavailable("worker_broken", f"this worker broke: {self.broken}", side=self.role))
+            return stream
         now = self._loop.time()
         if generation.rid in self.jobs or generation.rid in self._in_engine:
             text = f"rid {generation.rid!r} is in use; every attempt needs one of its own"
@@ -232,7 +265,12 @@ class Shell(Generic[N]):
                 self._in_engine.discard(emission.rid)
             elif emission.finish == "error":  # a step failed: the engine lets go of its pages later
                 self.post(Cancel(emission.rid, Cause("engine_error", emission.error, 500, side=self.role)))
-            self._take(emission)
+            if self.broken:
+                continue
+            try:
+                self._take(emission)
+            except Exception as error:
+                self._break(f"an emission of request {emission.rid} was not taken", error)
 
     def _take(self, emission: Emission) -> None:
         """Decode and aggregated; prefill's shell has its own."""
@@ -261,14 +299,16 @@ class Shell(Generic[N]):
             due = self._loop.time() + interval_s
             await asyncio.sleep(interval_s)
             self.loop_lag_s = max(0.0, self._loop.time() - due)
-            if self.node.live == 0:
+            if self.node.live == 0 and not self.broken:
                 self.audit()
 
     def audit(self) -> list[str]:
-        """Conservation; an alarm names each fault."""
+        """Faults of conservation; an alarm names each one that the audit before did not find."""
         faults = self.node.audit()
         if self.node.live == 0 and self.node.ledger.counts[Page.FREE] != self.node.ledger.capacity:
             faults.append(f"nothing lives, and {self.node.ledger.holders()} hold pages")
         for fault in faults:
-            self._do(Alarm(f"conservation: {fault}"))
+            if fault not in self._faults:
+                self._do(Alarm(f"conservation: {fault}"))
+        self._faults = faults
         return faults
