@@ -8,31 +8,19 @@ from pdplane.core.aggregated import AggregatedNode
 from pdplane.core.effects import Effect, RunWhole
 from pdplane.core.events import Event, JobArrived
 from pdplane.core.frames import PromptId
-from pdplane.core.ids import Instance
-from pdplane.core.layout import Stamp
-from pdplane.core.node import Limits
-from pdplane.transport.pool import PagePool
 
-from .engine import EngineRequest, ModelSpec, Tokenizer
+from .config import WorkerConfig
+from .engine import EngineRequest
 from .service import Generation
-from .shell import Shell
+from .shell import Parts, Shell
 
 
 class AggregatedShell(Shell[AggregatedNode]):
     role = "aggregated"
 
-    def __init__(
-        self,
-        *,
-        instance: Instance,
-        model: ModelSpec,
-        stamp: Stamp,
-        pool: PagePool,
-        tokenizer: Tokenizer,
-        limits: Limits,
-    ) -> None:
-        super().__init__(instance=instance, model=model, stamp=stamp, pool=pool, tokenizer=tokenizer)
-        self.node = AggregatedNode(limits)
+    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        super().__init__(parts)
+        self.node = AggregatedNode(config.limits(parts.pool.pages))
 
     def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
         return JobArrived(

@@ -25,20 +25,18 @@ from pdplane.core.effects import (
 from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, GrantQuiet, LegArrived, PagesLanded, RouteFailed, RouteKnown
 from pdplane.core.frames import PromptId
-from pdplane.core.ids import Instance, Rank
-from pdplane.core.layout import Stamp
+from pdplane.core.ids import Rank
 from pdplane.core.session import Identity
 from pdplane.observe.records import LegRecord
-from pdplane.transport.pool import PagePool
 from pdplane.transport.tcp_landing import TcpLanding
 
 from .config import WorkerConfig
 from .control import ControlNet
-from .engine import EngineRequest, ModelSpec, Tokenizer
+from .engine import EngineRequest
 from .jobs import first_token
 from .lookup import find_ranks
 from .service import Generation
-from .shell import Shell
+from .shell import Parts, Shell
 
 log = logging.getLogger(__name__)
 
@@ -46,24 +44,15 @@ log = logging.getLogger(__name__)
 class DecodeShell(Shell[DecodeNode]):
     role = "decode"
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        instance: Instance,
-        model: ModelSpec,
-        stamp: Stamp,
-        pool: PagePool,
-        tokenizer: Tokenizer,
-    ) -> None:
-        super().__init__(instance=instance, model=model, stamp=stamp, pool=pool, tokenizer=tokenizer)
+    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        super().__init__(parts)
         self.default_bootstrap_port = config.bootstrap_port
         self._allowed = frozenset(config.prefill_allow)
         self._lookups: set[asyncio.Task[None]] = set()
-        self._control = ControlNet(self.post, self._count)
+        self._control = ControlNet(self.post, self.count)
         self.landing = TcpLanding(
-            instance,
-            pool,
+            parts.instance,
+            parts.pool,
             lambda grant, pages: self.post_soon(PagesLanded(grant, tuple(pages))),
             lambda grant: self.post_soon(GrantQuiet(grant)),
             host=config.host,
@@ -71,15 +60,15 @@ class DecodeShell(Shell[DecodeNode]):
             advertise_host=config.peer_host,
         )
         me = Identity(
-            instance=instance,
+            instance=parts.instance,
             rank=Rank(),
-            stamp=stamp,
+            stamp=parts.stamp,
             data_host=self.landing.endpoint.host,
             data_port=self.landing.endpoint.port,
             data_token=self.landing.token,
             secret=config.secret,
         )
-        self.node = DecodeNode(me, config.limits(pool.pages), fence=self.landing.capabilities.fence)
+        self.node = DecodeNode(me, config.limits(parts.pool.pages), fence=self.landing.capabilities.fence)
 
     async def stop(self) -> None:
         await super().stop()
@@ -87,9 +76,6 @@ class DecodeShell(Shell[DecodeNode]):
             task.cancel()
         await self._control.stop()
         self.landing.close()
-
-    def _count(self, name: str) -> None:
-        self.counts[name, ""] += 1
 
     def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
         assert generation.room is not None

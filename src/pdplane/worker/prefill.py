@@ -16,41 +16,30 @@ from pdplane.core.effects import (
 from pdplane.core.errors import Cause
 from pdplane.core.events import Computed, Event, LegArrived, LegRefused, MoveDone, Released, Sampled
 from pdplane.core.frames import PromptId
-from pdplane.core.ids import Instance, Rank, Rid, Room
-from pdplane.core.layout import Stamp
+from pdplane.core.ids import Rank, Rid, Room
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.transport.contract import Endpoint, Pair
-from pdplane.transport.pool import PagePool
 from pdplane.transport.tcp_mover import TcpMover
 
 from .config import WorkerConfig
 from .control import ControlNet
-from .engine import EngineRequest, ModelSpec, Token, Tokenizer
+from .engine import EngineRequest, Token
 from .engine_thread import Emission
 from .service import Generation
-from .shell import Shell
+from .shell import Parts, Shell
 
 
 class PrefillShell(Shell[PrefillNode]):
     role = "prefill"
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        instance: Instance,
-        model: ModelSpec,
-        stamp: Stamp,
-        pool: PagePool,
-        tokenizer: Tokenizer,
-    ) -> None:
-        super().__init__(instance=instance, model=model, stamp=stamp, pool=pool, tokenizer=tokenizer)
+    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        super().__init__(parts)
         self.default_bootstrap_port = config.bootstrap_port
-        me = Identity(instance=instance, rank=Rank(), stamp=stamp, secret=config.secret)
-        self.node = PrefillNode(me, config.limits(pool.pages))
-        self._control = ControlNet(self.post, self._count)
-        self.mover = TcpMover(instance, pool, lambda move, error: self.post_soon(MoveDone(move, error)))
+        me = Identity(instance=parts.instance, rank=Rank(), stamp=parts.stamp, secret=config.secret)
+        self.node = PrefillNode(me, config.limits(parts.pool.pages))
+        self._control = ControlNet(self.post, self.count)
+        self.mover = TcpMover(parts.instance, parts.pool, lambda move, error: self.post_soon(MoveDone(move, error)))
 
     async def listen(self, host: str, port: int) -> int:
         """The port of the control sessions. Raises OSError where it is taken."""
@@ -63,9 +52,6 @@ class PrefillShell(Shell[PrefillNode]):
 
     def leg_refused(self, room: Room, cause: Cause) -> None:
         self.post(LegRefused(room=room, cause=cause))
-
-    def _count(self, name: str) -> None:
-        self.counts[name, ""] += 1
 
     def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
         assert generation.room is not None

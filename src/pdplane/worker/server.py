@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -28,6 +27,7 @@ from .http.app import build_app
 from .lookup import POLICY
 from .prefill import PrefillShell
 from .registration import dialable, registered
+from .shell import Parts
 
 Loader = Callable[[WorkerConfig], tuple[Engine, Tokenizer]]
 Say = Callable[[str], None]
@@ -121,19 +121,13 @@ def stamp_of(model: ModelSpec) -> Stamp:
 
 
 def _shell(config: WorkerConfig, model: ModelSpec, pool: PagePool, tokenizer: Tokenizer) -> AnyShell:
-    parts: dict[str, Any] = {
-        "instance": Instance(secrets.token_hex(8)),
-        "model": model,
-        "stamp": stamp_of(model),
-        "pool": pool,
-        "tokenizer": tokenizer,
-    }
+    parts = Parts(Instance(secrets.token_hex(8)), model, stamp_of(model), pool, tokenizer)
     try:
         if config.role == "prefill":
-            return PrefillShell(config, **parts)
+            return PrefillShell(config, parts)
         if config.role == "decode":
-            return DecodeShell(config, **parts)
-        return AggregatedShell(limits=config.limits(pool.pages), **parts)
+            return DecodeShell(config, parts)
+        return AggregatedShell(config, parts)
     except OSError as error:
         raise BadSetting(
             f"cannot listen on {config.host}:{config.data_port} for pages: {error}; choose another --data-port"

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdplane.core.effects import AbortEngine, Alarm, AnswerFailed, Count, Effect, ExtendPages, Note
 from pdplane.core.errors import Cause, Refused, aborted, unavailable
@@ -40,15 +40,24 @@ log = logging.getLogger(__name__)
 N = TypeVar("N", bound=Node, covariant=True)
 
 
+class Parts(NamedTuple):
+    """What a shell is built around."""
+
+    instance: Instance
+    model: ModelSpec
+    stamp: Stamp
+    pool: PagePool
+    tokenizer: Tokenizer
+
+
 class Shell(Generic[N]):
-    """`build` makes the node. Subclasses carry out their role's effects in `_do_role` and take emissions."""
+    """Subclasses make the node, carry out their role's effects in `_do_role`, and take emissions."""
 
     role = ""
     node: N
 
-    def __init__(
-        self, *, instance: Instance, model: ModelSpec, stamp: Stamp, pool: PagePool, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
+        instance, model, stamp, pool, tokenizer = parts
         self.instance = instance
         self.model = model
         self.model_name = model.name
@@ -138,6 +147,9 @@ class Shell(Generic[N]):
                 log.error("%s", text)
             case _:
                 self._do_role(effect)
+
+    def count(self, name: str) -> None:
+        self.counts[name, ""] += 1
 
     def _do_role(self, effect: Effect) -> None:
         raise NotImplementedError(type(effect).__name__)
