@@ -121,20 +121,22 @@ async def test_a_child_that_dies_while_the_fleet_starts_ends_the_start(capsys: p
 
 
 async def test_a_child_that_dies_later_is_told_and_the_rest_serves_on(capsys: pytest.CaptureFixture[str]) -> None:
-    well = await Child.start("prefill 0", python(WAITS))
-    dying = await Child.start("decode 0", python("print('the last word'); raise SystemExit(7)"))
+    others = [await Child.start(name, python(WAITS)) for name in ("prefill 0", "decode 0", "router")]
+    dying = await Child.start("decode 1", python("print('the last word'); raise SystemExit(7)"))
     stop = asyncio.Event()
-    watching = asyncio.create_task(_watch([well, dying], stop))
+    watching = asyncio.create_task(_watch([*others, dying], stop))
     told = ""
     async with asyncio.timeout(10):
         while "exit code 7" not in told:
             await asyncio.sleep(0.005)
             told += capsys.readouterr().err
     assert "the last word" in told
-    assert not well.ended
+    assert not any(child.ended for child in others)
+    assert not watching.done()
     stop.set()
     assert await watching == 1
-    await well.end(5)
+    for child in others:
+        await child.end(5)
     await dying.end(5)
 
 
@@ -158,3 +160,15 @@ async def test_the_wait_for_a_pair_says_what_is_missing(capsys: pytest.CaptureFi
         await until(lambda: "waiting: no decode is ready" in capsys.readouterr().out)
         stop.set()
         assert not await waiting
+
+
+@pytest.mark.parametrize("dead", ["router", "prefill 0", "decode 0"])
+async def test_a_fleet_that_cannot_serve_any_more_ends(dead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    children = [
+        await Child.start(name, python("raise SystemExit(7)" if name == dead else WAITS))
+        for name in ("prefill 0", "decode 0", "router")
+    ]
+    assert await asyncio.wait_for(_watch(children, asyncio.Event()), 10) == 1
+    assert "what is left cannot serve" in capsys.readouterr().err
+    for child in children:
+        await child.end(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdplane.core.queues import AdmissionQueue
+from pdplane.core.queues import LOOKED_AT, AdmissionQueue
 
 
 def always(_: object) -> bool:
@@ -92,3 +92,17 @@ def test_equal_items_are_still_two() -> None:
     queue.push(two)
     queue.remove(two)
     assert queue.pop_fitting(always) is one
+
+
+def test_a_look_at_a_long_queue_costs_no_more_than_one_at_a_short_one() -> None:
+    queue: AdmissionQueue[int] = AdmissionQueue(max_overtakes=8)
+    for number in range(10 * LOOKED_AT):
+        queue.push(number)
+    asked: list[int] = []
+
+    def never(number: int) -> bool:
+        asked.append(number)
+        return False
+
+    assert queue.pop_fitting(never) is None
+    assert asked == list(range(LOOKED_AT))

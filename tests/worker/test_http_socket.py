@@ -12,7 +12,7 @@ import openai
 import pytest
 import uvicorn
 
-from pdplane.worker.http import build_app
+from pdplane.worker.http import build_app, connection
 
 from .http_fakes import FakeService, chunk, says
 
@@ -37,7 +37,9 @@ class Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(service: FakeService) -> AsyncIterator[int]:
     """The port on which `service` is served by uvicorn."""
-    config = uvicorn.Config(build_app(service), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    config = uvicorn.Config(
+        build_app(service), host="127.0.0.1", port=0, log_level="critical", lifespan="off", http=connection.BoundedHttp
+    )
     server = Server(config)
     task = asyncio.create_task(server.serve())
     try:
@@ -60,6 +62,43 @@ async def send(port: int, path: str, body: object) -> tuple[asyncio.StreamReader
 async def leave(writer: asyncio.StreamWriter) -> None:
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.parametrize("sizes", [[70_000], [40_000, 40_000], [1_000] * 70])
+async def test_a_head_over_the_limit_is_a_431_and_ends_the_connection(sizes: list[int]) -> None:
+    async with serving(FakeService()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        for size in sizes:
+            writer.write(b"a" * size)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b'"head_too_large"' in answer
+        await leave(writer)
+
+
+async def test_heads_under_the_limit_pass_one_after_the_other_on_one_connection() -> None:
+    async with serving(FakeService()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(4):
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 30_000 + b"\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+        await leave(writer)
+
+
+@pytest.mark.parametrize("half", [b"POST /generate HT", b"POST /generate HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
+async def test_a_request_that_does_not_arrive_in_time_ends_its_connection(
+    half: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "ARRIVAL_LIMIT_S", 0.01)
+    async with serving(FakeService()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(half)
+        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        await leave(writer)
 
 
 @pytest.mark.parametrize("stream", [False, True])

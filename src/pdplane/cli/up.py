@@ -235,7 +235,8 @@ async def _ready(http: httpx.AsyncClient, url: str) -> tuple[bool, str]:
 
 
 async def _watch(children: list[Child], stop: asyncio.Event) -> int:
-    """Until a stop, or until nobody is left. A child that dies is reported with its last lines; the rest serves on."""
+    """Until a stop, or until what is left cannot serve. A child that dies is reported with its last lines; the rest
+    serves on."""
     stopped = asyncio.create_task(stop.wait())
     waits = {asyncio.create_task(child.wait()): child for child in children}
     failed = False
@@ -245,9 +246,18 @@ async def _watch(children: list[Child], stop: asyncio.Event) -> int:
             child = waits.pop(task)
             failed = True
             print(child.obituary(), file=sys.stderr, flush=True)
+        if failed and not _can_serve(children):
+            print("what is left cannot serve", file=sys.stderr, flush=True)
+            break
     for task in (stopped, *waits):
         task.cancel()
     return 0 if stop.is_set() and not failed else 1
+
+
+def _can_serve(children: list[Child]) -> bool:
+    """The router and a whole pair, or an aggregated worker, are alive."""
+    alive = {child.name.split()[0] for child in children if not child.ended}
+    return "router" in alive and ({"prefill", "decode"} <= alive or "aggregated" in alive)
 
 
 def _welcome(config: UpConfig) -> str:

@@ -6,7 +6,7 @@ then admission (I14: what is finished is harvested before anything new is let in
 
 from __future__ import annotations
 
-from .admission import demand, queue_full, refuse
+from .admission import queue_full, refuse
 from .batch import Batch, Running
 from .effects import AnswerFailed, RunDecode, SendFrame, Teardown
 from .errors import Cause, deadline
@@ -247,7 +247,7 @@ class DecodeNode(Node):
             receiver = self._allocating.pop_fitting(self._fits, self.reserve.stamp)
             if receiver is None:
                 return
-            need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
+            need = receiver.need
             receiver.grant = self.next_grant()
             self._by_grant[receiver.grant] = receiver
             self.reserve.admit(receiver.owner, need.pages, need.most)
@@ -256,8 +256,7 @@ class DecodeNode(Node):
             receiver.apply(RE.PAGES_OK)
 
     def _fits(self, receiver: Receiver) -> bool:
-        need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
-        return self.reserve.may_admit(need.pages, need.most)
+        return self.reserve.may_admit(receiver.need.pages, receiver.need.most)
 
     def _harvest(self) -> None:
         """Finished hand-offs: answered where the row ends them, else into the batch while it has a place."""
@@ -271,8 +270,7 @@ class DecodeNode(Node):
 
     def _run(self, receiver: Receiver) -> None:
         assert receiver.row is not None
-        need = demand(receiver.leg.prompt.tokens, receiver.leg.max_new, self.limits)
-        pages, owner = receiver.pages, receiver.owner
+        need, pages, owner = receiver.need, receiver.pages, receiver.owner
         receiver.apply(RE.BATCH)
         self.out.append(RunDecode(receiver.rid, pages, receiver.row, need.max_new))
         tokens = receiver.leg.prompt.tokens

@@ -23,6 +23,9 @@ class _Entry(msgspec.Struct, Generic[T]):
         return self.rank < other.rank
 
 
+LOOKED_AT = 64  # entries from the head: a long queue costs no more per look than a short one
+
+
 class AdmissionQueue(Generic[T]):
     """Higher priority first. At most `max_overtakes` later entries are let past one that does not fit."""
 
@@ -58,7 +61,7 @@ class AdmissionQueue(Generic[T]):
         self._entries = [entry for entry in self._entries if entry.item is not item]
 
     def pop_fitting(self, fits: Callable[[T], bool], stamp: object = None) -> T | None:
-        """The first entry that fits, unless it would overtake one that was overtaken often enough.
+        """The first entry among the next few that fits, unless it would overtake one that was overtaken often enough.
 
         `stamp` stands for all that `fits` looks at: nobody is asked again while it and the queue are the same.
         """
@@ -76,7 +79,7 @@ class AdmissionQueue(Generic[T]):
         return item
 
     def _first_fitting(self, fits: Callable[[T], bool]) -> int | None:
-        for place, entry in enumerate(self._entries):
+        for place, entry in enumerate(self._entries[:LOOKED_AT]):
             if fits(entry.item):
                 return place
             if entry.overtaken >= self._max_overtakes:

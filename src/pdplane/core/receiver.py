@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypedDict
 
+from .admission import demand
 from .effects import AnswerRow, ArmGrant, DisarmGrant, RevokeGrant
 from .errors import Cause
 from .events import LegArrived
@@ -56,6 +57,7 @@ class Receiver:
     def __init__(self, leg: LegArrived, arrived_at: float, desk: Desk) -> None:
         self.leg = leg
         self.room: Room = leg.room
+        self.need = demand(leg.prompt.tokens, leg.max_new, desk.node.limits)
         self.rid: Rid = leg.rid
         self.arrived_at = arrived_at
         self.state = R.QUEUED

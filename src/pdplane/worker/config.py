@@ -23,7 +23,7 @@ class WorkerConfig(HttpSettings):
     model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
     served_model_name: str = setting("", "name that clients use; default: the model folder's")
     page_size: int = setting(16, "tokens per page")
-    pool_mb: int = setting(1024, "memory of the page pool, MiB; touched only as far as it is used")
+    pool_mb: int = setting(1024, "memory of the page pool, MiB; under load all of it is touched in time")
     max_running: int = setting(16, "requests in the engine at once")
     max_queue: int = setting(1024, "requests that may wait; one more is answered 429")
     batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")

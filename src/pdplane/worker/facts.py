@@ -24,13 +24,14 @@ def health(shell: Shell[Node]) -> tuple[bool, dict[str, Any]]:
     age = shell.running_engine.step_age(time.monotonic())
     engine_error, draining = shell.running_engine.broken, shell.node.draining
     live, progressing = not (engine_error or shell.broken), age < STUCK_STEP_S
-    ready = live and not draining
+    ready = live and not (draining or shell.waits_for)
     facts = {
         "live": live,
         "ready": ready,
         "progressing": progressing,
         "step_age_s": round(age, 3),
         "draining": draining,
+        "waits_for": shell.waits_for,
         "engine_error": engine_error,
         "broken": shell.broken,
         "instance": shell.instance,

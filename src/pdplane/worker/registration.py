@@ -35,7 +35,9 @@ async def registered(config: WorkerConfig, shell: PrefillShell, control_port: in
         registration = registration_of(config, shell, control_port)
         if port:
             await client.register(registration)
-        stack.enter_context(task(_keep_registered(client, registration)))
+        else:
+            shell.waits_for = f"its registration at {url}"
+        stack.enter_context(task(_keep_registered(client, registration, shell)))
         yield port
         with contextlib.suppress(RegistryError):
             await client.deregister(shell.instance)
@@ -81,12 +83,13 @@ async def _embedded(config: WorkerConfig) -> AsyncIterator[RegistryServer]:
         await server.stop()
 
 
-async def _keep_registered(client: RegistryClient, registration: PrefillRegistration) -> None:
+async def _keep_registered(client: RegistryClient, registration: PrefillRegistration, shell: PrefillShell) -> None:
+    """Not ready before the first time; after it, decodes that have met this prefill need no registry."""
     reachable = True
     while True:
         try:
             await client.register(registration)
-            reachable = True
+            shell.waits_for, reachable = "", True
         except RegistryError as error:
             if reachable:
                 log.warning("not registered: %s", error)

@@ -24,6 +24,7 @@ from .decode import DecodeShell
 from .engine import Engine, ModelSpec, Tokenizer
 from .engine_thread import EngineThread
 from .http.app import build_app
+from .http.connection import BoundedHttp
 from .lookup import POLICY
 from .prefill import PrefillShell
 from .registration import dialable, registered
@@ -153,7 +154,7 @@ async def _http(shell: AnyShell, config: WorkerConfig, sock: socket.socket) -> A
             access_log=False,
             lifespan="off",
             loop="none",
-            http="httptools",
+            http=BoundedHttp,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
             server_header=False,

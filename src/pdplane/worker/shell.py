@@ -75,6 +75,7 @@ class Shell(Generic[N]):
         self.loop_lag_s = 0.0
         self.alarms: deque[str] = deque(maxlen=100)
         self.broken = ""
+        self.waits_for = ""  # what it needs before it can serve
         self._faults: list[str] = []  # of the last audit
         self._stopped = False
         self._stopping: asyncio.Task[None] | None = None
