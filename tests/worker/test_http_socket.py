@@ -77,6 +77,16 @@ async def test_a_head_over_the_limit_is_a_431_and_ends_the_connection(sizes: lis
         await leave(writer)
 
 
+async def test_what_is_not_http_is_a_400_with_our_error_body() -> None:
+    async with serving(FakeService()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"nonsense\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'"bad_http"' in answer
+        await leave(writer)
+
+
 async def test_heads_under_the_limit_pass_one_after_the_other_on_one_connection() -> None:
     async with serving(FakeService()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -7,13 +7,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pdplane.core.errors import Cause, bad_request
+from pdplane.wire.errors import error_body
+
 HEAD_LIMIT_BYTES = 64 * 1024
 ARRIVAL_LIMIT_S = 60.0
-
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b"
-)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -57,9 +55,15 @@ class BoundedHttp(HttpToolsProtocol):
             self._arrival = None
 
     def _refuse_head(self) -> None:
-        body = (
-            b'{"error":{"message":"the request head is over %d bytes; send fewer headers",'
-            b'"type":"invalid_request_error","param":null,"code":"head_too_large"}}' % HEAD_LIMIT_BYTES
-        )
-        self.transport.write(_TOO_LARGE % (len(body), body))
+        message = f"the request's head is over {HEAD_LIMIT_BYTES} bytes; send fewer headers"
+        self._refuse("Request Header Fields Too Large", Cause("head_too_large", message, 431))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word for what is no HTTP, in the shape of all our errors."""
+        self._refuse("Bad Request", bad_request("the request is not valid HTTP", code="bad_http"))
+
+    def _refuse(self, reason: str, cause: Cause) -> None:
+        body = error_body(cause)
+        head = f"HTTP/1.1 {cause.status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

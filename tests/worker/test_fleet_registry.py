@@ -1,0 +1,44 @@
+"""A registry that runs apart: ready means registered, and a registry that comes back is told again."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from pdplane.registry.server import RegistryConfig, RegistryServer
+from pdplane.worker import registration
+
+from .fleets import HOST, member, until
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_prefill_is_not_ready_before_its_registry_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "REGISTER_EVERY_S", 0.01)
+    port = free_port()
+    async with member("prefill", registry=f"http://{HOST}:{port}") as it:
+        healthy, facts = it.shell.health()
+        assert not healthy
+        assert str(port) in facts["waits_for"]
+        server = RegistryServer(RegistryConfig(host=HOST, port=port))
+        await server.start()
+        await until(lambda: it.shell.health()[0])
+        assert server.table.ready
+        await server.stop()
+        assert it.shell.health()[0], "who has met it needs no registry"
+
+
+async def test_a_registry_that_was_away_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "REGISTER_EVERY_S", 0.01)
+    port = free_port()
+    async with member("prefill", registry=f"http://{HOST}:{port}"):
+        for _ in range(2):
+            server = RegistryServer(RegistryConfig(host=HOST, port=port))
+            await server.start()
+            await until(lambda server=server: server.table.ready)
+            await server.stop()
