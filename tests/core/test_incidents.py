@@ -225,7 +225,8 @@ def test_i25_every_counter_returns() -> None:
     assert (world.prefill.computing, world.prefill.waiting, world.decode.waiting) == (0, 0, 0)
     assert world.prefill._by_move == {}
     assert world.prefill._by_rid == world.decode._by_rid == {}
-    assert world.decode._by_grant == world.decode._progress == world.decode._succeeded == {}
+    assert world.decode._by_grant == world.decode._progress == {}
+    assert world.decode.door.arrivals == 0
 
 
 def test_a_failure_that_precedes_drained_answers_first_and_frees_later() -> None:

@@ -7,8 +7,9 @@ then admission (I14: what is finished is harvested before anything new is let in
 from __future__ import annotations
 
 from .admission import queue_full, refuse
-from .batch import Batch, Running
-from .effects import AnswerFailed, RunDecode, SendFrame, Teardown
+from .batch import Batch
+from .door import Door
+from .effects import AnswerFailed, SendFrame, Teardown
 from .errors import Cause, deadline
 from .events import (
     Cancel,
@@ -31,8 +32,7 @@ from .frames import Abort, Beat, Drained, Failed, Frame, Received, Success
 from .ids import NO_GRANT, ConnId, GrantNo, Instance, PageId, Rid, Room, Seat
 from .membership import Membership
 from .node import Limits, Node, TimerKey
-from .pages import NOBODY, Owner, Page
-from .queues import AdmissionQueue
+from .pages import NOBODY, Owner
 from .receiver import Receiver
 from .reserve import Reserve
 from .rooms import Rooms
@@ -55,9 +55,8 @@ class DecodeNode(Node):
         self.reserve = Reserve(self.ledger)
         self.batch = Batch(self, self.reserve)
         self.members = Membership(me, limits.session, self.out, self._beat)
-        self._allocating: AdmissionQueue[Receiver] = AdmissionQueue(limits.max_overtakes)
+        self.door = Door(self, self.reserve, self.batch)
         self._waiting: set[Room] = set()
-        self._succeeded: dict[Room, Receiver] = {}
         self._owed: dict[Seat, dict[Room, None]] = {}  # rooms over here, which that seat has not confirmed
         self._by_rid: dict[Rid, Receiver] = {}
         self._by_grant: dict[GrantNo, Receiver] = {}
@@ -89,7 +88,7 @@ class DecodeNode(Node):
         if state is R.GRANTED:
             self.timers.clear(("queue", room))
         elif state is R.SUCCESS:
-            self._succeeded[room] = receiver
+            self.door.arrived(receiver)
             self.timers.clear(("progress", room))
             # Its place was safe when it was admitted, but pages that were counted on may have gone into quarantine.
             self.timers.set(("queue", room), self.now + self.limits.queue_limit_s)
@@ -174,8 +173,11 @@ class DecodeNode(Node):
         for room, seats in self.members.ready():
             self._route_ok(room, seats)
         self.batch.grow()
-        self._harvest()
-        self._admit()
+        self.door.harvest()
+        for receiver in self.door.admit(self.next_grant):
+            self._by_grant[receiver.grant] = receiver
+            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
+            receiver.apply(RE.PAGES_OK)
         due = self.members.next_due()
         if due is not None:
             self.timers.set(("sessions", 0), due)
@@ -228,7 +230,7 @@ class DecodeNode(Node):
             receiver.owed_abort()
             return
         receiver.apply(RE.ROUTE_OK)
-        self._allocating.push(receiver, receiver.leg.priority)
+        self.door.push(receiver)
 
     def _route_bad(self, rooms: list[Room], cause: Cause) -> None:
         for room in rooms:
@@ -238,44 +240,6 @@ class DecodeNode(Node):
                     receiver.apply(RE.ABORT_LIMIT)
                 else:
                     receiver.apply(RE.ROUTE_BAD, cause=cause)
-
-    # --- admission --------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """All pages of a prompt on every rank, or none; room to grow to the end is spoken for (core/reserve.py)."""
-        while len(self.reserve) < 2 * self.limits.max_running:
-            receiver = self._allocating.pop_fitting(self._fits, self.reserve.stamp)
-            if receiver is None:
-                return
-            need = receiver.need
-            receiver.grant = self.next_grant()
-            self._by_grant[receiver.grant] = receiver
-            self.reserve.admit(receiver.owner, need.pages, need.most)
-            receiver.take(self.ledger.take(need.pages, Page.GRANTED, receiver.owner))
-            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
-            receiver.apply(RE.PAGES_OK)
-
-    def _fits(self, receiver: Receiver) -> bool:
-        return self.reserve.may_admit(receiver.need.pages, receiver.need.most)
-
-    def _harvest(self) -> None:
-        """Finished hand-offs: answered where the row ends them, else into the batch while it has a place."""
-        for receiver in list(self._succeeded.values()):
-            row = receiver.row
-            assert row is not None
-            if row.finish_reason is not None:
-                receiver.apply(RE.ROW_ENDS)
-            elif not self.batch.full and self.reserve.may_run(receiver.owner):
-                self._run(receiver)
-
-    def _run(self, receiver: Receiver) -> None:
-        assert receiver.row is not None
-        need, pages, owner = receiver.need, receiver.pages, receiver.owner
-        receiver.apply(RE.BATCH)
-        self.out.append(RunDecode(receiver.rid, pages, receiver.row, need.max_new))
-        tokens = receiver.leg.prompt.tokens
-        request = Running(receiver.rid, receiver.room, owner, list(pages), need.most, tokens, receiver.arrived_at)
-        self.batch.start(request, receiver.leg.deadline)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -287,14 +251,14 @@ class DecodeNode(Node):
         if not self.timers.is_set(("drain", room)):
             limit = self.limits.drain_limit_s if receiver.pages else self.limits.peer_wait_s
             self.timers.set(("drain", room), self.now + limit)
-        self._allocating.remove(receiver)
+        self.door.forget(receiver)
         self.reserve.drop(receiver.owner)
 
     def _gone(self, receiver: Receiver) -> None:
         room = receiver.room
         for kind in ("deadline", "queue", "progress", "drain"):
             self.timers.clear((kind, room))
-        self._succeeded.pop(room, None)
+        self.door.forget(receiver)
         self._progress.pop(room, None)
         self._by_rid.pop(receiver.rid, None)
         self._by_grant.pop(receiver.grant, None)
