@@ -20,6 +20,7 @@ import httpx
 from pdplane import settings
 from pdplane.router.config import RouterConfig
 from pdplane.settings import BadSetting, flag_of, setting
+from pdplane.wire.address import url_of
 from pdplane.worker.config import EMBEDDED
 
 from .child import Child
@@ -202,7 +203,7 @@ async def _children(parts: list[Part]) -> AsyncIterator[list[Child]]:
 
 async def _until_ready(config: UpConfig, children: list[Child], stop: asyncio.Event) -> bool:
     """Polls the router until a whole pair serves; False where a child died, time is over, or a stop came first."""
-    url = f"http://{_shown(config.host)}:{config.port}/ready"
+    url = url_of(config.host, config.port) + "/ready"
     loop = asyncio.get_running_loop()
     until, said = loop.time() + START_LIMIT_S, ""
     async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
@@ -261,7 +262,7 @@ def _can_serve(children: list[Child]) -> bool:
 
 
 def _welcome(config: UpConfig) -> str:
-    url = f"http://{_shown(config.host)}:{config.port}"
+    url = url_of(config.host, config.port)
     me = _command()
     key = f'-H "authorization: Bearer ${API_KEY}" ' if config.api_key else ""
     curl = (
@@ -289,7 +290,3 @@ def _command() -> str:
     if shutil.which("pdplane"):
         return "pdplane"
     return os.path.relpath(sys.argv[0]) if os.path.basename(sys.argv[0]) == "pdplane" else "python -m pdplane"
-
-
-def _shown(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else f"[{host}]" if ":" in host else host

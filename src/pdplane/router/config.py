@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdplane.settings import BadSetting, setting
+from pdplane.wire.address import bracketed
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Address:
 
     @property
     def netloc(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
@@ -83,5 +84,4 @@ def parse_address(text: str) -> Address:
         or (bootstrap_port is not None and not 0 < bootstrap_port < 65536)
     ):
         raise wrong
-    shown = f"[{host}]" if ":" in host else host
-    return Address(f"http://{shown}:{port}", host, port, bootstrap_port)
+    return Address(f"http://{bracketed(host)}:{port}", host, port, bootstrap_port)

@@ -7,11 +7,11 @@ import dataclasses
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
 from pdplane.settings import BadSetting, flag_of, setting
+from pdplane.wire.address import WILDCARDS
 
 from .http.settings import HttpSettings
 
 EMBEDDED = "embedded"
-WILDCARDS = ("0.0.0.0", "::", "")
 ROLES = ("prefill", "decode", "aggregated")
 
 

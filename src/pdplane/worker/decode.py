@@ -29,6 +29,7 @@ from pdplane.core.ids import Rank
 from pdplane.core.session import Identity
 from pdplane.observe.records import LegRecord
 from pdplane.transport.tcp_landing import TcpLanding
+from pdplane.wire.address import bracketed
 
 from .config import WorkerConfig
 from .control import ControlNet
@@ -176,8 +177,3 @@ class DecodeShell(Shell[DecodeNode]):
             "control_sessions": node.members.sessions(),
             "bad_data_frames": self.landing.bad_frames,
         }
-
-
-def bracketed(host: str) -> str:
-    """A host as URLs write it: an IPv6 address goes in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

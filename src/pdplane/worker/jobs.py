@@ -26,6 +26,9 @@ from .text import TextOptions, spell
 log = logging.getLogger(__name__)
 
 
+MOST_ENDS = 64  # kinds of ends that are counted apart: an abort call names its own
+
+
 class Job(msgspec.Struct):
     """A generation under way: what the edge gave, and the stream that it reads."""
 
@@ -135,7 +138,8 @@ class Jobs(dict[Rid, Job]):
         self._one_ended.set()
         now = self._loop.time()
         self.duration.observe(now - job.arrived)
-        self.finished[finished] += 1
+        known = finished in self.finished or len(self.finished) < MOST_ENDS
+        self.finished[finished if known else "other"] += 1
         if record := self.records.get(rid):
             record.finished = finished
             self.records.note(rid, now, "finished", finished)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pdplane.registry.client import RegistryClient, RegistryError
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.settings import BadSetting
+from pdplane.wire.address import dialable, url_of
 from pdplane.wire.registry import PrefillRegistration
 
 from .background import task
@@ -30,7 +31,7 @@ async def registered(config: WorkerConfig, shell: PrefillShell, control_port: in
         if not url:
             server = await stack.enter_async_context(_embedded(config))
             port = shell.default_bootstrap_port = server.port
-            url = f"http://{dialable(config.host)}:{port}"
+            url = url_of(config.host, port)
         client = await stack.enter_async_context(RegistryClient(url))
         registration = registration_of(config, shell, control_port)
         if port:
@@ -63,11 +64,6 @@ def registration_of(config: WorkerConfig, shell: PrefillShell, control_port: int
         decode_allocation_policy="early",
         pd_instance=shell.instance,
     )
-
-
-def dialable(host: str) -> str:
-    """Where to reach what listens on `host`, from the same machine where it is a wildcard."""
-    return "127.0.0.1" if host in ("0.0.0.0", "", "::") else host
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,7 @@ from pdplane.core.ids import Instance
 from pdplane.core.layout import PROTOCOL_VERSION, Stamp
 from pdplane.settings import BadSetting, flag_of
 from pdplane.transport.pool import PagePool
+from pdplane.wire.address import url_of
 
 from .aggregated import AggregatedShell
 from .background import task
@@ -27,7 +28,7 @@ from .http.app import build_app
 from .http.connection import BoundedHttp
 from .lookup import POLICY
 from .prefill import PrefillShell
-from .registration import dialable, registered
+from .registration import registered
 from .shell import Parts
 
 Loader = Callable[[WorkerConfig], tuple[Engine, Tokenizer]]
@@ -213,4 +214,4 @@ def _ready_line(config: WorkerConfig, shell: AnyShell, ports: dict[str, int]) ->
     where = ", ".join(f"{name} port {port}" for name, port in ports.items() if name != "http")
     room = f"{shell.pool.pages} pages of {shell.model.page_size} tokens"
     tail = f" ({where})" if where else ""
-    return f"{config.role} ready at http://{dialable(config.host)}:{ports['http']}{tail}, {shell.model_name}, {room}"
+    return f"{config.role} ready at {url_of(config.host, ports['http'])}{tail}, {shell.model_name}, {room}"
