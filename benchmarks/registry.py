@@ -20,25 +20,10 @@ import uvloop
 
 from pdplane.registry.client import RegistryClient
 from pdplane.registry.server import RegistryConfig, RegistryServer
-from pdplane.wire.registry import PrefillRegistration
+from pdplane.wire.registry import one_rank
 
 QUERY = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
-ONE_RANK = PrefillRegistration(
-    attn_tp_size=1,
-    attn_tp_rank=0,
-    attn_cp_size=1,
-    attn_cp_rank=0,
-    attn_dp_size=1,
-    attn_dp_rank=0,
-    pp_size=1,
-    pp_rank=0,
-    system_dp_size=1,
-    system_dp_rank=0,
-    rank_ip="127.0.0.1",
-    rank_port=4000,
-    page_size=16,
-    kv_cache_dtype="float32",
-)
+ONE_RANK = one_rank("127.0.0.1", 4000, page_size=16, kv_cache_dtype="float32")
 
 
 class Asker(asyncio.Protocol):

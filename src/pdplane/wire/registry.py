@@ -59,6 +59,36 @@ class PrefillRegistration(msgspec.Struct, frozen=True, kw_only=True):
         return Rank(dp, self.attn_cp_rank, self.attn_tp_rank, self.pp_rank)
 
 
+def one_rank(
+    rank_ip: str,
+    rank_port: int,
+    *,
+    page_size: int,
+    kv_cache_dtype: str | None,
+    prefill_http_port: int | None = None,
+    pd_instance: str | None = None,
+) -> PrefillRegistration:
+    """The registration of a prefill that is its group's only rank."""
+    return PrefillRegistration(
+        attn_tp_size=1,
+        attn_tp_rank=0,
+        attn_cp_size=1,
+        attn_cp_rank=0,
+        attn_dp_size=1,
+        attn_dp_rank=0,
+        pp_size=1,
+        pp_rank=0,
+        system_dp_size=1,
+        system_dp_rank=0,
+        rank_ip=rank_ip,
+        rank_port=rank_port,
+        page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
+        prefill_http_port=prefill_http_port,
+        pd_instance=pd_instance,
+    )
+
+
 class PrefillServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """GET /route with four -1. The two layouts are left out where unset; the last six are the client's own fields."""
 

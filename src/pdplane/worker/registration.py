@@ -11,7 +11,7 @@ from pdplane.registry.client import RegistryClient, RegistryError
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.settings import BadSetting
 from pdplane.wire.address import dialable, url_of
-from pdplane.wire.registry import PrefillRegistration
+from pdplane.wire.registry import PrefillRegistration, one_rank
 
 from .background import task
 from .config import WorkerConfig
@@ -45,23 +45,12 @@ async def registered(config: WorkerConfig, shell: PrefillShell, control_port: in
 
 
 def registration_of(config: WorkerConfig, shell: PrefillShell, control_port: int) -> PrefillRegistration:
-    return PrefillRegistration(
-        attn_tp_size=1,
-        attn_tp_rank=0,
-        attn_cp_size=1,
-        attn_cp_rank=0,
-        attn_dp_size=1,
-        attn_dp_rank=0,
-        pp_size=1,
-        pp_rank=0,
-        system_dp_size=1,
-        system_dp_rank=0,
-        rank_ip=dialable(config.peer_host),
-        rank_port=control_port,
+    return one_rank(
+        dialable(config.peer_host),
+        control_port,
         page_size=shell.model.page_size,
         kv_cache_dtype=shell.model.kv_dtype,
         prefill_http_port=config.port or None,
-        decode_allocation_policy="early",
         pd_instance=shell.instance,
     )
 
