@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -82,7 +83,7 @@ def load(config: type[T], given: Mapping[str, Any] | None = None, env: Mapping[s
             continue
         read = [_read(kind, item, origin, field.metadata["choices"]) for item in (raw if many else [raw])]
         for value in read:
-            _check_port(field.name, value, origin)
+            _check_number(field.name, value, origin)
         values[field.name] = tuple(read) if many else read[0]
     return config(**values)
 
@@ -121,10 +122,15 @@ def _read(kind: type[Any], raw: Any, origin: str, choices: Sequence[str] | None)
     return value
 
 
-def _check_port(name: str, value: object, origin: str) -> None:
-    """Every setting that is called a port is one: some event loops take a larger number for another port."""
-    if name.split("_")[-1] == "port" and isinstance(value, int) and not 0 <= value <= 65535:
+def _check_number(name: str, value: object, origin: str) -> None:
+    """Every setting that is called a port is one (some event loops take a larger number for another port); and none is
+    negative, endless or not a number."""
+    if not isinstance(value, (int, float)):
+        return
+    if name.split("_")[-1] == "port" and not 0 <= value <= 65535:
         raise BadSetting(f"{origin}: {value} is no port; give one from 0 to 65535")
+    if not 0 <= value < math.inf:
+        raise BadSetting(f"{origin}: {value} is negative, endless or not a number; give one from 0 upwards")
 
 
 def _show(value: object) -> str:

@@ -151,6 +151,9 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (["router", "--worker", "http://127.0.0.1:1", "--retries", "-1"], ["retries", "-1"]),
     (["registry", "--port", "70000"], ["70000"]),
+    (["registry", "--room-ttl-s", "nan"], ["--room-ttl-s", "nan"]),
+    (["router", "--worker", "http://127.0.0.1:1", "--request-timeout-s", "inf"], ["--request-timeout-s", "inf"]),
+    (["up", "--request-timeout-s", "nan"], ["--request-timeout-s", "nan"]),
 ]
 
 
@@ -232,3 +235,11 @@ def test_a_pool_that_holds_no_page_is_named(model: Path, capsys: pytest.CaptureF
     error = said(capsys, *argv)
     assert "--pool-mb 1" in error
     assert "needs" in error
+
+
+@pytest.mark.parametrize("argv", [["--seeds", "0"], ["--seeds", "-1"], ["--jobs", "0"]], ids=" ".join)
+def test_a_simulation_of_nothing_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", *argv])
+    assert ended.value.code == 2
+    assert f"{argv[1]} is too little" in capsys.readouterr().err

@@ -11,10 +11,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="simulate fleets under faults",
         description="Run whole fleets of the production core under seeded faults and check every order and page.",
     )
-    many.add_argument("--seeds", type=int, default=2000, help="how many worlds [2000]")
+    many.add_argument("--seeds", type=_at_least_one, default=2000, help="how many worlds [2000]")
     many.add_argument("--start", type=int, default=0, help="first seed [0]")
     many.add_argument("--pattern", default=None, help="one fault pattern (or several, joined by +)")
-    many.add_argument("--jobs", type=int, default=2, help="processes [2]")
+    many.add_argument("--jobs", type=_at_least_one, default=2, help="processes [2]")
     many.add_argument("--no-broken", action="store_true", help="leave out the broken variants that must be caught")
     many.set_defaults(run=run_many)
     one = commands.add_parser(
@@ -38,3 +38,11 @@ def replay(args: argparse.Namespace) -> int:
     from pdplane.sim.run import replay_main
 
     return replay_main(args.seed, pattern=args.pattern, broken=args.broken)
+
+
+def _at_least_one(text: str) -> int:
+    """No worlds, no verdict: a run over nothing must not say that all rules held."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too little; give 1 or more")
+    return number
