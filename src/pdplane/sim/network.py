@@ -56,9 +56,6 @@ class Connection:
         for end, number in zip(ends, self.ids, strict=True):
             end.conns[number] = self
 
-    def open_at(self, side: int) -> bool:
-        return self.ids[side] in self.ends[side].conns
-
     def side_of(self, end: End) -> int:
         return 0 if self.ends[0] is end else 1
 
