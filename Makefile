@@ -8,7 +8,7 @@ DECODE ?= 1
 SEEDS ?= 2000
 
 .PHONY: serve test check sim bench bench-engine bench-handoff bench-equality bench-cancel bench-router bench-registry \
-        trial-kill docs clean install
+        bench-transport interop-sglang trial-kill docs clean install
 
 serve: $(VENV)/.installed
 	$(BIN)/pdplane model install
@@ -39,8 +39,14 @@ bench-handoff bench-equality bench-cancel: bench-%: $(VENV)/.installed
 bench-router: $(VENV)/.installed .bench-venv/.installed
 	$(BIN)/python benchmarks/router.py
 
-bench-registry: $(VENV)/.installed
+bench-registry: $(VENV)/.installed .interop-sglang-venv/.installed
 	$(BIN)/python benchmarks/registry.py
+
+bench-transport: $(VENV)/.installed .bench-transport-venv/.installed
+	$(BIN)/python benchmarks/transport.py
+
+interop-sglang: $(VENV)/.installed .interop-sglang-venv/.installed
+	$(BIN)/python benchmarks/interop_sglang/run.py
 
 trial-kill: $(VENV)/.installed
 	$(BIN)/pdplane model install
@@ -50,7 +56,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .bench-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .bench-transport-venv .interop-sglang-venv build dist src/*.egg-info
 
 install: $(VENV)/.installed
 
@@ -75,4 +81,18 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 .bench-venv/.installed:
 	$(PYTHON) -m venv .bench-venv
 	.bench-venv/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	@touch $@
+
+# SGLang's own classes, without the CUDA packages that it would bring: about a gigabyte, and two minutes.
+.interop-sglang-venv/.installed:
+	$(PYTHON) -m venv .interop-sglang-venv
+	.interop-sglang-venv/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-sglang.txt
+	.interop-sglang-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@touch $@
+
+# NIXL and Mooncake; the latter needs Debian's libibverbs1 (apt-get install libibverbs1).
+.bench-transport-venv/.installed:
+	$(PYTHON) -m venv .bench-transport-venv
+	.bench-transport-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -r benchmarks/requirements-transport.txt
 	@touch $@

@@ -26,10 +26,12 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """`first_content_s`: from before the request was sent to the first event with text; None without one."""
+    """`first_content_s`: from before the request was sent to the first event with text; None without one.
+    `cached_tokens`: of the prompt, from a prefix cache; it depends on who served, -1 where the answer does not say."""
 
     outcome: Outcome
     request_id: str = ""
+    cached_tokens: int = -1
     first_content_s: float | None = None
     total_s: float = 0.0
 
@@ -50,7 +52,7 @@ async def ask(http: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, 
         elif body.get("stream"):
             await _read_events(response, endpoint, answer, started)
         else:
-            _take(endpoint, answer.outcome, msgspec.json.decode(await response.aread()))
+            _take(endpoint, answer, msgspec.json.decode(await response.aread()))
     answer.total_s = time.perf_counter() - started
     return answer
 
@@ -63,34 +65,36 @@ async def _read_events(response: httpx.Response, endpoint: str, answer: Answer, 
         if line == "data: [DONE]":
             ended = True
             continue
-        _take(endpoint, answer.outcome, msgspec.json.decode(line[6:]))
+        _take(endpoint, answer, msgspec.json.decode(line[6:]))
         if answer.first_content_s is None and answer.outcome.text:
             answer.first_content_s = time.perf_counter() - started
     if not ended:
         answer.outcome.error = answer.outcome.error or "the stream ended without [DONE]"
 
 
-def _take(endpoint: str, outcome: Outcome, payload: dict[str, Any]) -> None:
+def _take(endpoint: str, answer: Answer, payload: dict[str, Any]) -> None:
     """An event adds to the outcome; a body is all of it."""
     if "error" in payload:
-        outcome.error = str(payload["error"])
+        answer.outcome.error = str(payload["error"])
     elif endpoint == "generate":
-        _take_generated(outcome, payload)
+        _take_generated(answer, payload)
     else:
-        _take_choices(outcome, payload)
+        _take_choices(answer, payload)
 
 
-def _take_generated(outcome: Outcome, payload: dict[str, Any]) -> None:
+def _take_generated(answer: Answer, payload: dict[str, Any]) -> None:
     """/generate says the whole so far each time."""
-    meta = payload["meta_info"]
+    meta, outcome = payload["meta_info"], answer.outcome
     outcome.text, outcome.token_ids = payload["text"], payload["output_ids"]
     outcome.prompt_tokens, outcome.completion_tokens = meta["prompt_tokens"], meta["completion_tokens"]
+    answer.cached_tokens = meta["cached_tokens"]
     if meta["finish_reason"]:
         outcome.finish_reason = meta["finish_reason"]["type"]
         outcome.matched_stop = meta["finish_reason"].get("matched")
 
 
-def _take_choices(outcome: Outcome, payload: dict[str, Any]) -> None:
+def _take_choices(answer: Answer, payload: dict[str, Any]) -> None:
+    outcome = answer.outcome
     for choice in payload["choices"]:
         said = choice.get("message") or choice.get("delta") or choice
         outcome.text += said.get("text", said.get("content")) or ""
@@ -99,3 +103,4 @@ def _take_choices(outcome: Outcome, payload: dict[str, Any]) -> None:
             outcome.matched_stop = choice.get("matched_stop")
     if usage := payload.get("usage"):
         outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]

@@ -1,323 +1,88 @@
-"""`make bench-cancel`: requests dropped in every phase, and how soon their pages are free on each side.
+"""`make bench-cancel`: requests dropped in every phase, and how soon their pages are free, on each transport.
 
-A reference run first; then the storm, by closed connections and by abort calls; then every figure must be back at its
-idle value within a second of the last drop, no ledger alarmed, and the reference prompts answered as before. Exit code
-1 where any of it fails. The time from disconnect to free pages comes from the workers' own records.
+With a live peer: a reference run first; then the storm, by closed connections and by abort calls; then every figure
+must be back at its idle value within a second of the last drop, no ledger alarmed, the reference prompts answered as
+before, and p99 from disconnect to free pages within the aim. With a frozen and with a killed peer: each page accounted
+for at every look, and back when the peer is, by itself or by the operator's verb. Exit code 1 where any of it fails.
+The times of the storm come from the workers' own records. About 6 minutes on two idle cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import random
 import sys
 import time
-from typing import Any
 
-from client import Call, get, post
-from fleet import Fleet, Process, fleet
-from idle import errors_logged, not_idle, wait_idle
-from prompts import Writer, log_uniform, shares, tokenizer
+import peers
+import storm
+from fleet import fleet
+from matrix import TRANSPORTS
 
-PATH = "/v1/completions"
-IDLE_LIMIT_S = 1.0
-ABORT_ANSWER_LIMIT_S = 2.0
-AIM_S = 0.150
 WORKER_ARGS = ("--batch-invariant", "--pool-mb", "384")
-PREFILL_ARGS = ("--max-running", "2")
-DECODE_ARGS = ("--max-running", "2")
+FEW_ARGS = ("--max-running", "2")
 """Few places and pages: queues form at prefill, for decode's pages and for its batch."""
 
-MOMENTS = (
-    ("at once", 5), ("timed", 9), ("queued at prefill", 5), ("computing", 8), ("moving", 8),
-    ("waiting for the batch", 6), ("first byte", 6), ("mid-stream", 10), ("last byte", 5),
-)  # fmt: skip
-"""When a client means to leave, and how many parts of them do."""
-
-STATES = {
-    "queued at prefill": ("decode", "Granted"),
-    "computing": ("prefill", "Streaming"),
-    "moving": ("prefill", "moving"),
-    "waiting for the batch": ("decode", "Success"),
-}
-"""What a worker's record says when such a moment has come; the client leaves a random moment later."""
-
-PHASES = (
-    "before headers", "waiting for pages", "queued at prefill", "computing", "moving", "waiting for the batch",
-    "running, no byte yet", "first byte", "mid-stream", "last byte", "over already",
-)  # fmt: skip
-
-
-@dataclasses.dataclass
-class Drop:
-    """One request to be dropped, and what became of it. Times are Unix seconds."""
-
-    call: Call
-    moment: str
-    by_abort: bool
-    after_s: float
-    after_tokens: int
-    dropped_at: float = 0.0
-    seen_tokens: int = 0
-    seen_finish: bool = False
-    fault: str = ""
-    phase: str = ""
-    freed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by side, since the drop
-    over_s: dict[str, float] = dataclasses.field(default_factory=dict)
+QUICK_REQUESTS = 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200, help="how many are dropped [200]")
-    parser.add_argument("--concurrency", type=int, default=12, help="how many are in flight at once [12]")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with fleet(1, 1, worker_args=WORKER_ARGS, prefill_args=PREFILL_ARGS, decode_args=DECODE_ARGS) as running:
-        faults = asyncio.run(bench(running, options.requests, options.concurrency, random.Random(options.seed)))
+    options = _parser().parse_args()
+    requests = min(options.requests, QUICK_REQUESTS) if options.quick else options.requests
+    started = time.monotonic()
+    storms: dict[str, storm.Result] = {}
+    rows: list[peers.Row] = []
+    for transport in options.transports:
+        if "live" in options.peers:
+            print(f"\n--- {transport}, live peer", flush=True)
+            storms[transport] = _storm(transport, requests, options.concurrency, random.Random(options.seed))
+        if "lost" in options.peers:
+            print(f"\n--- {transport}, peer frozen and killed", flush=True)
+            rows += _peers(transport, random.Random(options.seed))
+            print("\n".join(peers.table([row for row in rows if row.transport == transport])), flush=True)
+    _print_tables(storms, rows)
+    faults = [f"{transport}: {fault}" for transport, result in storms.items() for fault in result.faults]
+    faults += [f"{row.transport}, {row.peer} {row.how}: {fault}" for row in rows for fault in row.faults]
     for fault in faults:
         print(f"FAULT: {fault}")
-    print("violations: " + (str(len(faults)) if faults else "none"))
+    print(f"violations: {len(faults) or 'none'}; {time.monotonic() - started:.0f} s")
     return 1 if faults else 0
 
 
-async def bench(running: Fleet, requests: int, concurrency: int, rng: random.Random) -> list[str]:
-    assert running.router is not None
-    url = running.router.url
-    writer = Writer(tokenizer(), rng, plain=True)
-    known = [(writer.ids(tokens), rng.randint(4, 16)) for tokens in log_uniform(20, 16, 300, rng)]
-    print(f"{len(known)} prompts, undisturbed")
-    expected = [await answer(url, prompt, most) for prompt, most in known]
-    drops = plan(url, writer, requests, rng)
-    print(f"{requests} requests at concurrency {concurrency}, each dropped", flush=True)
-    await storm(running, drops, concurrency)
-    last = max(drop.dropped_at for drop in drops)
-    _, left = await asyncio.to_thread(wait_idle, running, 10.0)
-    idle_s = time.time() - last
-    faults = [drop.fault for drop in drops if drop.fault]
-    faults += [f"not idle {idle_s:.1f} s after the last drop: {what}" for what in left]
-    if idle_s > IDLE_LIMIT_S:
-        faults.append(f"idle {idle_s:.2f} s after the last drop, the limit is {IDLE_LIMIT_S:g} s")
-    print(f"all figures idle {idle_s * 1000:.0f} ms after the last drop (limit {IDLE_LIMIT_S * 1000:.0f} ms)")
-    for drop in drops:
-        await look_up(running, drop)
-    report(drops)
-    faults += await long_prompt_left(running, url, writer)
-    after = await asyncio.gather(*(answer(url, prompt, most) for prompt, most in known))
-    wrong = sum(a != b for a, b in zip(expected, after, strict=True))
-    print(f"{len(known) - wrong} of {len(known)} prompts answered as before, at concurrency {len(known)}")
-    if wrong:
-        faults.append(f"{wrong} of {len(known)} answers differ from the undisturbed run")
-    await asyncio.to_thread(wait_idle, running, 5.0)
-    return faults + not_idle(running) + errors_logged(running)
+def _storm(transport: str, requests: int, concurrency: int, rng: random.Random) -> storm.Result:
+    worker_args = (*WORKER_ARGS, "--transport", transport)
+    with fleet(1, 1, worker_args=worker_args, prefill_args=FEW_ARGS, decode_args=FEW_ARGS) as running:
+        return asyncio.run(storm.live(running, requests, concurrency, rng))
 
 
-async def answer(url: str, prompt: list[int], most: int) -> tuple[int, str, str]:
-    call = Call(url, PATH, body(prompt, most, stream=True))
-    await call.send()
-    await call.read_all()
-    return call.status, call.text, call.finish
+def _peers(transport: str, rng: random.Random) -> list[peers.Row]:
+    with fleet(1, 1, worker_args=(*peers.WORKER_ARGS, "--transport", transport)) as running:
+        return asyncio.run(peers.faults(running, transport, rng))
 
 
-def body(prompt: list[int], most: int, *, stream: bool) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": stream, "ignore_eos": True}
+def _print_tables(storms: dict[str, storm.Result], rows: list[peers.Row]) -> None:
+    print("\nlive peer: from disconnect to pages reusable, p99, ms; all figures idle after the last drop, ms")
+    print(f"{'transport':10}{'prefill':>9}{'decode':>9}{'aim':>6}{'idle':>7}")
+    for transport, result in storms.items():
+        p99 = "".join(f"{result.p99_s[side] * 1000:9.0f}" for side in storm.SIDES)
+        print(f"{transport:10}{p99}{storm.AIM_S * 1000:6.0f}{result.idle_s * 1000:7.0f}")
+    print("\nlost peer: pages of the live side")
+    print("\n".join(peers.table(rows)))
+    for row in rows:
+        for alarm in row.alarms:
+            print(f"  alarm, {row.transport}, {row.peer} {row.how}: {alarm}")
 
 
-# --- the storm --------------------------------------------------------------------------------------------------------
-
-
-def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]:
-    drops = []
-    lengths = log_uniform(count, 16, 1500, rng)
-    for number, moment in enumerate(shares(count, MOMENTS, rng)):
-        most = rng.randint(24, 96)
-        stream = moment in ("first byte", "mid-stream", "last byte") or rng.random() < 0.7
-        after_s = 0.02 * 600 ** rng.random() if moment == "timed" else rng.uniform(0.0, 0.006)
-        after_tokens = {"first byte": 1, "mid-stream": rng.randint(2, most - 1), "last byte": most}.get(moment, 0)
-        tokens = min(lengths[number], 64) if moment == "waiting for the batch" else lengths[number]
-        call = Call(url, PATH, body(writer.ids(tokens), most, stream=stream), label=f"drop-{number}")
-        drops.append(Drop(call, moment, rng.random() < 0.3, after_s, after_tokens))
-    return drops
-
-
-async def storm(running: Fleet, drops: list[Drop], concurrency: int) -> None:
-    waiting = iter(drops)
-
-    async def client() -> None:
-        for drop in waiting:
-            try:
-                await ask_and_leave(running, drop)
-            except OSError as error:
-                drop.fault = f"{drop.call.label}: {error}"
-
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-
-
-async def ask_and_leave(running: Fleet, drop: Drop) -> None:
-    call = drop.call
-    await call.send()
-    reading = asyncio.create_task(_read_until(drop))
-    if drop.moment in STATES:
-        await _until_state(running, drop)
-    # The clock runs for all of them: who means to see bytes and sees none for long leaves from the queue.
-    await asyncio.wait({reading}, timeout=drop.after_s if not drop.after_tokens else 60.0)
-    drop.seen_tokens, drop.seen_finish = call.tokens, bool(call.finish)
-    if drop.by_abort and not call.ended_at:
-        await _abort(drop)
-        await asyncio.wait({reading}, timeout=ABORT_ANSWER_LIMIT_S)
-        rest = asyncio.create_task(call.read_all()) if reading.done() else reading
-        await asyncio.wait({rest}, timeout=ABORT_ANSWER_LIMIT_S)
-        _check_aborted(drop)
-    else:
-        drop.dropped_at = call.close()
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
-    call.close()
-
-
-async def _read_until(drop: Drop) -> None:
-    """Until the client has seen as many tokens as it wanted; to the end where it wanted none, or has aborted."""
-    while await drop.call.read_some():
-        if drop.after_tokens and drop.call.tokens >= drop.after_tokens and not drop.dropped_at:
-            return
-
-
-async def _until_state(running: Fleet, drop: Drop) -> None:
-    """Until a worker has noted the state that the client waits for, or the answer is over."""
-    assert running.router is not None
-    side, state = STATES[drop.moment]
-    worker = running.prefills[0] if side == "prefill" else running.decodes[0]
-    _, record = await get(running.router.url, f"/requests/{drop.call.label}")
-    while not drop.call.ended_at:
-        for attempt in record["attempts"]:
-            if state in [found for _, found in await timeline(worker, attempt["rids"][0])]:
-                return
-        await asyncio.sleep(0.02)
-
-
-async def _abort(drop: Drop) -> None:
-    """By the router's own id where the client has been told it, else by the client's label."""
-    drop.dropped_at = time.time()
-    name = drop.call.headers.get("x-request-id", drop.call.label)
-    status, said = await post(drop.call.url, "/abort_request", {"rid": name})
-    if status != 200 or said["aborted"] not in (0, 1):
-        drop.fault = f"{drop.call.label}: the abort call for {name} was answered {status}: {said}"
-
-
-def _check_aborted(drop: Drop) -> None:
-    call = drop.call
-    took = (call.ended_at or time.time()) - drop.dropped_at
-    if not call.ended_at or took > ABORT_ANSWER_LIMIT_S:
-        drop.fault = drop.fault or f"{call.label}: no end within {took:.1f} s of its abort"
-    elif not call.finish and call.error.get("code") != "aborted":
-        drop.fault = drop.fault or f"{call.label}: aborted, and answered {call.status} {call.error} {call.broken}"
-
-
-async def long_prompt_left(running: Fleet, url: str, writer: Writer) -> list[str]:
-    """A short prompt right after a long one was left during its prefill must not wait for dead work."""
-
-    async def short() -> float:
-        call = Call(url, PATH, body(writer.ids(16), 1, stream=True))
-        await call.send()
-        await call.read_all()
-        return call.first_byte_at - call.sent_at
-
-    solo_s = await short()
-    long = Call(url, PATH, body(writer.ids(3000), 8, stream=True))
-    await long.send()
-    await asyncio.sleep(1.0)
-    long.close()
-    behind_s = await short()
-    _, left = await asyncio.to_thread(wait_idle, running, 2.0)
-    print(f"16 tokens right after 3,000 were left in prefill: first byte {behind_s:.2f} s, alone {solo_s:.2f} s")
-    late = [f"the short prompt waited {behind_s:.2f} s, alone {solo_s:.2f} s"] if behind_s > solo_s + 2.0 else []
-    return late + left
-
-
-# --- what the workers recorded ----------------------------------------------------------------------------------------
-
-
-async def look_up(running: Fleet, drop: Drop) -> None:
-    assert running.router is not None
-    status, record = await get(running.router.url, f"/requests/{drop.call.label}")
-    timelines: dict[str, list[tuple[float, str]]] = {"prefill": [], "decode": []}
-    if status == 200:
-        for side, worker in (("prefill", running.prefills[0]), ("decode", running.decodes[0])):
-            for attempt in record["attempts"]:
-                timelines[side] += await timeline(worker, attempt["rids"][0])
-    for side, entries in timelines.items():
-        freed = [at for at, state in entries if state == "freed"]
-        if freed and freed[-1] > drop.dropped_at:
-            drop.freed_s[side] = freed[-1] - drop.dropped_at
-        if entries and entries[-1][0] > drop.dropped_at:
-            drop.over_s[side] = entries[-1][0] - drop.dropped_at
-    drop.phase = phase_of(drop, *(timelines[side] for side in ("prefill", "decode")))
-
-
-async def timeline(worker: Process, rid: str) -> list[tuple[float, str]]:
-    """(Unix time, state), in order; empty where the worker never had the leg."""
-    status, told = await get(worker.url, f"/requests/{rid}")
-    if status != 200:
-        return []
-    return [(leg["started_unix_s"] + entry["at_s"], entry["state"]) for leg in told["legs"] for entry in leg["entries"]]
-
-
-def phase_of(drop: Drop, prefill: list[tuple[float, str]], decode: list[tuple[float, str]]) -> str:
-    """Where the request was when its client left."""
-    at_prefill = {state for at, state in prefill if at <= drop.dropped_at}
-    at_decode = {state for at, state in decode if at <= drop.dropped_at}
-    if drop.call.complete and not drop.by_abort:
-        return "over already"
-    if drop.seen_finish:
-        return "last byte"
-    if drop.seen_tokens:
-        return "first byte" if drop.seen_tokens == 1 else "mid-stream"
-    if "running" in at_decode:
-        return "running, no byte yet"
-    if "Success" in at_decode:
-        return "waiting for the batch"
-    if {"moving", "Flushing", "Sent"} & at_prefill:
-        return "moving"
-    if "Streaming" in at_prefill:
-        return "computing"
-    if "Granted" in at_decode or "Armed" in at_prefill:
-        return "queued at prefill"
-    return "waiting for pages" if at_decode or at_prefill else "before headers"
-
-
-def report(drops: list[Drop]) -> None:
-    print(f"\n{'from disconnect to pages free, ms':36}{'prefill':>40}{'decode':>40}")
-    print(f"{'phase':24}{'dropped':>8}{'':4}" + 2 * f"{'n':>8}{'p50':>8}{'p90':>8}{'p99':>8}{'max':>8}")
-    for phase in PHASES:
-        of_phase = [drop for drop in drops if drop.phase == phase]
-        if of_phase:
-            print(f"{phase:24}{len(of_phase):8}{'':4}" + "".join(_columns(of_phase, side) for side in SIDES))
-    print(f"{'all':24}{len(drops):8}{'':4}" + "".join(_columns(drops, side) for side in SIDES))
-    for side in SIDES:
-        times = [drop.freed_s[side] for drop in drops if side in drop.freed_s]
-        over = [drop.over_s[side] for drop in drops if side in drop.over_s]
-        verdict = "met" if _quantile(times, 0.99) < AIM_S else "missed"
-        print(
-            f"{side}: p99 {_quantile(times, 0.99) * 1000:.0f} ms, aim {AIM_S * 1000:.0f} ms: {verdict}; "
-            f"the request itself over: p99 {_quantile(over, 0.99) * 1000:.0f} ms"
-        )
-    aborted = sum(drop.by_abort for drop in drops)
-    print(f"{len(drops) - aborted} by closing, {aborted} by abort call\n")
-
-
-SIDES = ("prefill", "decode")
-
-
-def _columns(drops: list[Drop], side: str) -> str:
-    times = [drop.freed_s[side] for drop in drops if side in drop.freed_s]
-    if not times:
-        return f"{'-':>8}" + " " * 32
-    return f"{len(times):8}" + "".join(f"{_quantile(times, q) * 1000:8.0f}" for q in (0.5, 0.9, 0.99, 1.0))
-
-
-def _quantile(values: list[float], q: float) -> float:
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(q * len(ranked)))] if ranked else 0.0
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200, help="how many are dropped with a live peer [200]")
+    parser.add_argument("--concurrency", type=int, default=12, help="how many are in flight at once [12]")
+    parser.add_argument("--quick", action="store_true", help=f"at most {QUICK_REQUESTS} requests")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="[all]")
+    parser.add_argument("--peers", nargs="+", choices=("live", "lost"), default=("live", "lost"), help="[both]")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ class Case(msgspec.Struct, kw_only=True):
         return f"#{self.number} {self.kind}, {self.tokens} tokens, {stream}, {self.end}"
 
 
-def make_cases(count: int, seed: int) -> list[Case]:
-    """Lengths are spread over strata, endpoints and ends in fixed shares; what goes with what is drawn. Chats are at
-    least as long as their template."""
+def make_cases(count: int, seed: int, longest: int = LONGEST) -> list[Case]:
+    """Of 1 to `longest` tokens: lengths are spread over strata, endpoints and ends in fixed shares; what goes with
+    what is drawn. Chats are at least as long as their template."""
     rng = random.Random(seed)
     words = tokenizer()
     writer = Writer(words, rng)
     template = len(words.chat([{"role": "user", "content": ""}]))
-    lengths = log_uniform(count, 1, LONGEST, rng)
+    lengths = log_uniform(count, 1, longest, rng)
     kinds = _kinds(lengths, template, rng)
     streams, ends = shares(count, STREAMS, rng), shares(count, ENDS, rng)
     cases = []

@@ -58,7 +58,7 @@ def measure(batch_invariant: bool) -> dict[str, float]:
     engine, tokenizer = load_numpy(None, batch_invariant=batch_invariant)
     pool = pool_bytes(engine.model, PAGES)
     pool.fill(0)  # every page touched before the clock runs
-    engine.attach(pool.data, PAGES)
+    engine.attach([pool.data.cast("B")], PAGES)
     print(f"numpy engine: {answer(engine, tokenizer)!r}")
     speeds = {f"prefill {length}": prefill(engine, length) for length in PREFILL}
     return speeds | {f"decode {batch}": decode(engine, batch) for batch in DECODE}

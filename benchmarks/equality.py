@@ -1,138 +1,258 @@
 """Does the hand-off change anything? Greedy answers through pairs beside those of one aggregated worker.
 
-    python benchmarks/equality.py [--prompts 60] [--quick] [--seed 1] [--fleets 1P1D,2P2D] [--concurrency 1,16]
+    python benchmarks/equality.py [--matrix quick|full|product] [--only WORDS] [--list] [--prompts N] [--seed 1]
 
-All workers run batch-invariant. First the aggregated worker answers alone, one request after the other; then each
-fleet answers the same requests at each concurrency. Text, finish reason, matched stop, usage and, where the dialect
-shows them, token ids must be equal, and the fleet must be back at its idle figures. Exit status 1 where it is not so.
-Measured on two cores that others used too: 11 minutes, and under 3 with --quick.
+All workers run batch-invariant. First one aggregated worker answers everything alone, one request after the other; then
+each fleet of the matrix answers the same requests, many at once. Text, finish reason, matched stop, usage and, where
+the dialect shows them, token ids must be equal; cached tokens must be what a prefix cache can give, and where the hit
+is known, exactly that; and the fleet must be back at its idle figures. `edges` are prompts around page edges with no,
+full and partial prefix hits; `tight` are pools so small that requests must be retracted: a fleet that retracted none
+has failed. MATRIX=full in the environment is --matrix full. Exit status 1 where anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
+import dataclasses
+import os
 import sys
 import time
+from collections.abc import Collection, Sequence
 
-import msgspec
-from asking import Outcome, ask, client
+import tight
+from asking import Answer, Outcome, client
 from cases import Case, finish_bodies, make_cases, mix
+from comparing import Request, answers, differences, false_hits
+from edges import HITS, Edges
 from fleet import Fleet, fleet
-from idle import wait_idle
+from idle import errors_logged, wait_idle
+from matrix import MATRICES, Cell, Matrix, expected_s
 
-WORKER_ARGS = ("--batch-invariant",)
-PROMPTS, QUICK_PROMPTS = 60, 12
 IDLE_LIMIT_S = 5.0
-PROGRESS_S = 15.0
+ENOUGH = 16  # requests from which on every dp group must have had one
+
+
+class Questions:
+    """Everything that is asked, and the answers of one aggregated worker."""
+
+    def __init__(self, matrix: Matrix, kinds: Collection[str], seed: int) -> None:
+        self.kinds = kinds
+        self.cases = make_cases(matrix.prompts, seed, matrix.longest)
+        self.edges = Edges(matrix.edges, seed)
+        self.tight = tight.make_requests(seed)
+        self.prompts: list[Request] = []
+        self.expected: dict[str, list[Outcome]] = {}
+
+    def ask_reference(self) -> None:
+        """SystemExit where the aggregated worker fails or is not idle afterwards."""
+        with fleet(prefill=0, decode=0, aggregated=1, worker_args=("--batch-invariant",)) as made:
+            asyncio.run(self._ask(made.workers[0].url))
+            _, left = wait_idle(made, IDLE_LIMIT_S)
+        failed = [outcome.error for of in self.expected.values() for outcome in of if outcome.error]
+        if failed or left:
+            raise SystemExit("the aggregated worker is no reference:\n" + "\n".join(failed + left))
+
+    async def _ask(self, url: str) -> None:
+        asked = {"tight": self.tight} if "tight" in self.kinds else {}
+        if "edges" in self.kinds:
+            asked |= {f"edges, {hit}": wave for hit, wave in self.edges.waves.items() if hit != "full"}
+        if "prompts" in self.kinds:
+            async with client(1) as http:
+                await finish_bodies(self.cases, http, url)
+            asked["prompts"] = self.prompts = [_request(case) for case in self.cases]
+        for name, requests in asked.items():
+            got = await answers(requests, url, 1, f"aggregated, {name}")
+            self.expected[name] = [answer.outcome for answer in got]
+        if "edges" in self.kinds:
+            self.expected["edges, full"] = self.expected["edges, no"]  # the same prompts
+
+    def work(self, asks: str) -> tuple[int, int]:
+        """(prompt tokens, new tokens); `prompts` as planned, before their ends are known."""
+        if asks == "prompts":
+            return sum(case.tokens for case in self.cases), 9 * len(self.cases)
+        requests = self.tight if asks == "tight" else self.edges.requests
+        return sum(one.prompt_tokens for one in requests), sum(one.new_tokens for one in requests)
+
+
+def _request(case: Case) -> Request:
+    return Request(name=str(case), endpoint=case.endpoint, body=case.body, prompt_tokens=case.tokens, new_tokens=0)
+
+
+@dataclasses.dataclass
+class Verdict:
+    cell: Cell
+    equal: int = 0
+    of: int = 0
+    shown: list[str] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    idle_s: float = 0.0
+    took_s: float = 0.0
 
 
 def main() -> int:
     options = _parser().parse_args()
-    count = min(options.prompts, QUICK_PROMPTS) if options.quick else options.prompts
-    cases = make_cases(count, options.seed)
+    matrix = MATRICES[options.matrix]
+    if options.prompts:
+        matrix = dataclasses.replace(matrix, prompts=options.prompts)
+    cells = [cell for cell in matrix.cells if all(word in " ".join(str(cell).split()) for word in options.only)]
+    if not cells:
+        raise SystemExit(f"no cell of {options.matrix} has {options.only} in its name; --list shows them")
+    questions = Questions(matrix, {cell.asks for cell in cells}, options.seed)
+    _print_plan(questions, cells, options.matrix)
+    if options.list:
+        return 0
     started = time.monotonic()
-    expected = reference(cases)
-    verdicts = [
-        good
-        for prefill, decode in options.fleets
-        for good in compare(cases, expected, prefill, decode, options.concurrency)
-    ]
-    print(f"{sum(verdicts)} of {len(verdicts)} cells equal and idle; {time.monotonic() - started:.0f} s")
-    return 0 if all(verdicts) else 1
+    questions.ask_reference()
+    if "prompts" in questions.kinds:
+        print("\n".join(mix(questions.cases)), flush=True)
+    print(f"one aggregated worker has answered everything ({time.monotonic() - started:.0f} s)\n", flush=True)
+    verdicts = [_run(cell, questions) for cell in cells]
+    _print_table(verdicts)
+    good = sum(not verdict.faults for verdict in verdicts)
+    print(f"{good} of {len(verdicts)} cells equal and idle; {time.monotonic() - started:.0f} s")
+    return 0 if good == len(verdicts) else 1
 
 
-def reference(cases: list[Case]) -> list[Outcome]:
-    """What one aggregated worker answers, sequentially."""
-    with fleet(prefill=0, decode=0, aggregated=1, worker_args=WORKER_ARGS) as made:
-        url = made.workers[0].url
-
-        async def run() -> list[Outcome]:
-            async with client(1) as http:
-                await finish_bodies(cases, http, url)
-                print("\n".join(mix(cases)), flush=True)
-                return await answers(cases, url, 1, "aggregated")
-
-        expected = asyncio.run(run())
-        _, left = wait_idle(made, IDLE_LIMIT_S)
-    failed = [f"{case}: {outcome}" for case, outcome in zip(cases, expected, strict=True) if outcome.error]
-    if failed or left:
-        raise SystemExit("the aggregated worker is no reference:\n" + "\n".join(failed + left))
-    return expected
+# --- one cell ---------------------------------------------------------------------------------------------------------
 
 
-def compare(
-    cases: list[Case], expected: list[Outcome], prefill: int, decode: int, concurrencies: list[int]
-) -> list[bool]:
-    """One verdict for each concurrency: all equal, and idle afterwards."""
-    name = f"{prefill}P{decode}D"
-    with fleet(prefill, decode, worker_args=WORKER_ARGS) as made:
-        assert made.router is not None
-        return [_cell(made, made.router.url, cases, expected, name, number) for number in concurrencies]
-
-
-def _cell(made: Fleet, url: str, cases: list[Case], expected: list[Outcome], name: str, concurrency: int) -> bool:
-    title = f"{name} concurrency {concurrency}"
+def _run(cell: Cell, questions: Questions) -> Verdict:
     started = time.monotonic()
-    got = asyncio.run(answers(cases, url, concurrency, title))
-    took = time.monotonic() - started
+    verdict = Verdict(cell)
+    extra = tight.WORKER_ARGS if cell.asks == "tight" else ()
+    try:
+        with fleet(
+            cell.prefills,
+            cell.decodes,
+            worker_args=(*cell.worker_args, *extra),
+            prefill_args=cell.prefill.flags,
+            decode_args=cell.decode.flags,
+        ) as made:
+            _ASKS[cell.asks](made, questions, verdict)
+            _check_idle(made, verdict)
+            verdict.faults += errors_logged(made)
+    except (RuntimeError, OSError) as error:  # a fleet that does not come up, a connection that breaks
+        verdict.faults.append(f"{type(error).__name__}: {error}")
+    verdict.took_s = time.monotonic() - started
+    _print_verdict(verdict)
+    return verdict
+
+
+def _ask_prompts(made: Fleet, questions: Questions, verdict: Verdict) -> None:
+    got = _compare(made, verdict, questions.prompts, questions.expected["prompts"])
+    _check_links(made, got[-1], verdict)
+    _check_groups(made, verdict)
+
+
+def _ask_edges(made: Fleet, questions: Questions, verdict: Verdict) -> None:
+    for hit in HITS:
+        wave, hits = questions.edges.waves[hit], questions.edges.hits[hit]
+        got = _compare(made, verdict, wave, questions.expected[f"edges, {hit}"])
+        wrong = [
+            f"{request.name}: {answer.cached_tokens} tokens cached, expected {cached}"
+            for request, answer, cached in zip(wave, got, hits, strict=True)
+            if answer.cached_tokens != cached and not answer.outcome.error
+        ]
+        verdict.faults += wrong
+        verdict.shown.append(f"{len(wave) - len(wrong)} of {len(wave)} {hit} hits")
+        _check_idle(made, verdict)  # the next wave meets what this one has left
+
+
+def _ask_tight(made: Fleet, questions: Questions, verdict: Verdict) -> None:
+    _compare(made, verdict, questions.tight, questions.expected["tight"])
+    retracted, restored = (
+        sum(decode.metric(f"pdplane_{name}_total") for decode in made.decodes) for name in ("retracted", "restored")
+    )
+    verdict.shown.append(f"{retracted:.0f} retracted, {restored:.0f} restored")
+    if not (retracted and restored):
+        verdict.faults.append("no request was retracted and restored: this cell has shown nothing")
+
+
+_ASKS = {"prompts": _ask_prompts, "edges": _ask_edges, "tight": _ask_tight}
+
+
+def _compare(made: Fleet, verdict: Verdict, requests: Sequence[Request], expected: Sequence[Outcome]) -> list[Answer]:
+    assert made.router is not None
+    got = asyncio.run(answers(requests, made.router.url, verdict.cell.concurrency, str(verdict.cell)))
+    wrong = differences(requests, expected, got)
+    verdict.of += len(requests)
+    verdict.equal += len(requests) - len(wrong)
+    verdict.faults += [*wrong, *false_hits(requests, got)]
+    return got
+
+
+def _check_links(made: Fleet, answer: Answer, verdict: Verdict) -> None:
+    """The pages of this answer went over as many links as the shapes ask for, all of the cell's transport."""
+    records = [one for one in (decode.record(answer.request_id) for decode in made.decodes) if one]
+    links = [link for one in records for leg in one["legs"] for grant in leg["grants"] for link in grant["links"]]
+    kinds = {link["transport"] for link in links}
+    verdict.shown.append(f"{len(links)} link{'s' * (len(links) != 1)} by {', '.join(sorted(kinds)) or 'none'}")
+    if kinds != {verdict.cell.transport}:
+        verdict.faults.append(f"pages went by {sorted(kinds)}, not by {verdict.cell.transport}")
+    split = max(verdict.cell.prefill.tp, verdict.cell.decode.tp)
+    if (len(links) > 1) != (split > 1):
+        verdict.faults.append(f"{len(links)} links between {verdict.cell.prefill} and {verdict.cell.decode}")
+
+
+def _check_groups(made: Fleet, verdict: Verdict) -> None:
+    """Every dp group has worked."""
+    for worker in made.workers:
+        steps = worker.metric_by("pdplane_engine_steps_total", "dp")
+        if len(steps) > 1:
+            verdict.shown.append(f"{worker.name}: steps {'/'.join(f'{count:.0f}' for count in steps.values())}")
+            if verdict.of >= ENOUGH and not all(steps.values()):
+                verdict.faults.append(f"{worker.name}: a dp group has had nothing to do: {steps}")
+
+
+def _check_idle(made: Fleet, verdict: Verdict) -> None:
     waited, left = wait_idle(made, IDLE_LIMIT_S)
-    wrong = [place for place, outcome in enumerate(got) if outcome != expected[place]]
-    print(f"{title}: {len(cases) - len(wrong)} of {len(cases)} equal ({took:.0f} s)")
-    for place in wrong:
-        print(difference(cases[place], expected[place], got[place]))
-    print(f"  idle after {waited:.2f} s" if not left else "  NOT IDLE:\n    " + "\n    ".join(left), flush=True)
-    return not wrong and not left
+    verdict.idle_s = max(verdict.idle_s, waited)
+    verdict.faults += [f"not idle: {what}" for what in left]
 
 
-async def answers(cases: list[Case], url: str, concurrency: int, title: str) -> list[Outcome]:
-    """Outcomes in the order of `cases`, with progress on stderr."""
-    outcomes: dict[int, Outcome] = {}
-    waiting = list(reversed(cases))
-    said = started = time.monotonic()
-
-    async def one_by_one() -> None:
-        nonlocal said
-        while waiting:
-            case = waiting.pop()
-            outcomes[case.number] = (await ask(http, url, case.endpoint, case.body)).outcome
-            if time.monotonic() - said > PROGRESS_S:
-                said = time.monotonic()
-                print(f"  {title}: {len(outcomes)}/{len(cases)} after {said - started:.0f} s", file=sys.stderr)
-
-    async with client(concurrency) as http, asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(one_by_one())
-    return [outcomes[case.number] for case in cases]
+# --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def difference(case: Case, expected: Outcome, got: Outcome) -> str:
-    """Every field that differs, in full."""
-    pairs = zip(Outcome.__struct_fields__, msgspec.structs.astuple(expected), msgspec.structs.astuple(got), strict=True)
-    lines = [f"    {name}: aggregated {ours!r}, pair {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
-    return f"  DIFFERENT {case}\n" + "\n".join(lines)
+def _print_plan(questions: Questions, cells: Sequence[Cell], name: str) -> None:
+    prompts, new = (sum(numbers) for numbers in zip(*map(questions.work, questions.kinds), strict=True))
+    total = reference = expected_s(prompts, new, 1)
+    print(f"plan {name}, {len(cells)} cells; seconds expected on two idle cores:")
+    print(f"  {'aggregated, everything once, one by one':66}{reference:5.0f}")
+    for cell in cells:
+        took = expected_s(*questions.work(cell.asks), cell.concurrency)
+        total += took
+        print(f"  {cell!s:66}{took:5.0f}")
+    print(f"  {'':66}{total:5.0f} in all\n", flush=True)
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    shown = "; ".join(verdict.shown)
+    print(f"{verdict.cell}: {verdict.equal} of {verdict.of} equal; {shown} ({verdict.took_s:.0f} s)")
+    for fault in verdict.faults:
+        print(f"    {fault}")
+    sys.stdout.flush()
+
+
+def _print_table(verdicts: Sequence[Verdict]) -> None:
+    print(f"\n{'cell':68}{'equal':>9}{'idle, s':>9}{'took, s':>9}   verdict, and what it has shown")
+    for verdict in verdicts:
+        word = "FAILED" if verdict.faults else "ok"
+        print(
+            f"{verdict.cell!s:68}{f'{verdict.equal}/{verdict.of}':>9}{verdict.idle_s:9.2f}{verdict.took_s:9.0f}"
+            f"   {word}; {'; '.join(verdict.shown)}"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"how many [{PROMPTS}]")
-    parser.add_argument("--quick", action="store_true", help=f"at most {QUICK_PROMPTS} prompts")
+    chosen = os.environ.get("MATRIX") or "quick"
+    parser.add_argument("--matrix", choices=sorted(MATRICES), default=chosen, help=f"which fleets [{chosen}]")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="cells with all of these in their name")
+    parser.add_argument("--list", action="store_true", help="print the plan and end")
+    parser.add_argument("--prompts", type=int, default=0, help="how many [16 or 60, the matrix says it]")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and mix [1]")
-    parser.add_argument("--fleets", type=_fleets, default="1P1D,2P2D", help="[1P1D,2P2D]")
-    parser.add_argument("--concurrency", type=_numbers, default="1,16", help="[1,16]")
     return parser
-
-
-def _fleets(text: str) -> list[tuple[int, int]]:
-    shapes = [re.fullmatch(r"(\d+)P(\d+)D", item) for item in text.split(",")]
-    if not all(shapes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 1P1D,2P2D")
-    return [(int(shape[1]), int(shape[2])) for shape in shapes if shape]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
 
 
 if __name__ == "__main__":

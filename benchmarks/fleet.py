@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -74,14 +77,23 @@ class Process:
         self.popen.kill()
         self.popen.wait()
 
+    @property
+    def running(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def terminate(self) -> None:
+        """SIGTERM, also to a stopped process: it takes it when it goes on."""
+        if self.popen is not None and self.popen.poll() is None:
+            self.popen.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.popen.pid, signal.SIGCONT)
+
     def stop(self) -> int | None:
         """SIGTERM, then SIGKILL; the exit code."""
         if self.popen is None:
             return None
         if self.popen.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.popen.pid, signal.SIGCONT)  # a stopped process takes no SIGTERM
-                self.popen.terminate()
+            self.terminate()
             try:
                 self.popen.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:
@@ -96,6 +108,26 @@ class Process:
         """What must be back at its idle value when nothing runs."""
         told: dict[str, Any] = self.get("/server_info")["figures"]
         return told
+
+    def metric(self, name: str) -> float:
+        """Summed over its labels; 0 where nothing was counted yet."""
+        return sum(self.metric_by(name, "").values())
+
+    def metric_by(self, name: str, label: str) -> dict[str, float]:
+        """The samples of a metric, summed by the value of one label."""
+        text = httpx.get(self.url + "/metrics", timeout=5.0, trust_env=False).text
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            if match := re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', match[1] or ""))
+                value = labels.get(label, "")
+                found[value] = found.get(value, 0.0) + float(match[2])
+        return found
+
+    def record(self, key: str) -> Any:
+        """What it says of a request; None where it does not know it."""
+        answer = httpx.get(f"{self.url}/requests/{key}", timeout=5.0, trust_env=False)
+        return answer.json() if answer.status_code == 200 else None
 
     def wait_ready(self, path: str = "/health") -> None:
         until = time.monotonic() + READY_LIMIT_S
@@ -141,7 +173,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Ready when entered, stopped when left. The router fronts the pairs; aggregated workers stand alone. A role's
     arguments come before those of all workers."""
-    with tempfile.TemporaryDirectory(prefix="pdplane-fleet-") as folder:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="pdplane-fleet-") as folder:
         by_role = {
             "prefill": [*prefill_args, *worker_args],
             "decode": [*decode_args, *worker_args],
@@ -157,8 +189,32 @@ def fleet(
                 made.router.wait_ready("/ready")
             yield made
         finally:
-            for process in reversed(made.all):
-                process.stop()
+            end(made.all)
+
+
+def end(processes: Sequence[Process]) -> None:
+    """All together: the time that one takes is the time that all take."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.stop()
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that no process is left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plan(

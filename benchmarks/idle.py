@@ -7,8 +7,12 @@ from typing import Any
 
 from fleet import Fleet, Process
 
-STANDING = frozenset({"pages", "tombstones", "control_sessions"})
-"""Figures that are not 0 when nothing runs: pages are looked at one by one, the rest is memory of what was."""
+STANDING = frozenset({"pages", "tombstones", "control_sessions", "groups"})
+"""Figures that are not 0 when nothing runs: pages are looked at one by one, the rest is memory of what was, or says
+again group by group what the sums say."""
+
+RESTING = ("free", "cached")
+"""Where pages are when nothing runs."""
 
 
 def wait_idle(fleet: Fleet, limit_s: float) -> tuple[float, list[str]]:
@@ -42,9 +46,12 @@ def _of_worker(worker: Process) -> list[str]:
     figures = told["figures"]
     pages = figures["pages"]
     faults = [f"{worker.name}: {name} {value}" for name, value in figures.items() if name not in STANDING and value]
-    faults += [f"{worker.name}: {count} pages {state}" for state, count in pages.items() if state != "free" and count]
-    if pages["free"] != told["limits"]["pool_pages"]:
-        faults.append(f"{worker.name}: {pages['free']} of {told['limits']['pool_pages']} pages free")
+    faults += [
+        f"{worker.name}: {count} pages {state}" for state, count in pages.items() if state not in RESTING and count
+    ]
+    capacity, resting = told["limits"]["pool_pages"] * told["dp_size"], sum(pages[state] for state in RESTING)
+    if resting != capacity:
+        faults.append(f"{worker.name}: {resting} of {capacity} pages free or cached")
     return faults + [f"{worker.name}: alarm: {alarm}" for alarm in told["alarms"]]
 
 

@@ -30,14 +30,14 @@ def free_ports(count: int) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def up(home: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def up(home: Path, *more: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A fleet of one pair, and where its router is."""
     port, *others = free_ports(4)
     flags = ("--prefill-port", "--decode-port", "--bootstrap-port")
     named = [part for pair in zip(flags, others, strict=True) for part in pair]
     model = write_checkpoint(home / "tiny")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdplane", "up", "--port", port, *named),
+        *(sys.executable, "-m", "pdplane", "up", "--port", port, *named, *more),
         *("--model", str(model), "--pool-mb", "16", "--batch-invariant"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -86,3 +86,44 @@ async def test_a_fleet_comes_up_answers_explains_itself_and_stops(
         for worker in workers:
             assert await asyncio.to_thread(main, ["status", "--url", worker["url"]]) == 2
         assert "nobody answers" in capsys.readouterr().err
+
+
+async def texts_of(url: str, count: int) -> list[str]:
+    """Greedy answers to so many prompts at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as http:
+
+        async def ask(number: int) -> str:
+            body = {"prompt": f"number {number} " * (1 + number % 4), "temperature": 0, "max_tokens": 12}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["text"])
+
+        return await asyncio.gather(*(ask(number) for number in range(count)))
+
+
+SIZES = {
+    "equal": (),
+    "unequal, over shm_push": (
+        *("--prefill-dp", "2", "--prefill-tp", "2", "--decode-tp", "4", "--transport", "shm_push"),
+        *("--decode-allocation-policy", "prefill_complete"),
+    ),
+    "unequal, over tcp": (
+        *("--prefill-tp", "4", "--decode-dp", "2", "--transport", "tcp", "--load-balance-method", "total_requests"),
+    ),
+}
+
+
+async def test_fleets_of_every_size_give_the_same_text_and_a_drained_decode_ends_well(tmp_path: Path) -> None:
+    told = {}
+    for name, flags in SIZES.items():
+        async with up(tmp_path, *flags) as (process, url):
+            shown = await lines_until(process, "Ctrl-C")
+            assert all(flag in shown for flag in flags if flag.startswith("--transport"))
+            told[name] = await texts_of(url, 12)
+            async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
+                [decode] = (await http.get(f"{url}/server_info")).json()["decode"]
+                assert (await http.post(f"{decode}/drain")).json()["draining"]
+            seen = await lines_until(process, "what is left cannot serve")
+            assert "decode: nothing is left" in seen
+            assert "ended: exit code 0" in seen
+    assert told["equal"] == told["unequal, over shm_push"] == told["unequal, over tcp"]

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+from time import monotonic
 
+import msgspec
 import pytest
 
 from pdplane.cli.main import main
+from pdplane.cli.status import quarantine
+from pdplane.core.errors import Cause
 from tests.worker.fleets import COMPLETIONS, HOST, Fleet, Talk, fleet, until
 from tests.worker.test_fleet_answers import completion
 
@@ -54,6 +59,47 @@ async def test_status_shows_every_worker_with_its_pages(terminal: Terminal) -> N
         assert await terminal.run("status", "--url", it.url, "--json") == 0
         told = json.loads(terminal.out)
         assert [worker["server_info"]["figures"]["jobs"] for worker in told["workers"]] == [0, 0]
+
+
+async def test_status_shows_shape_policy_transports_and_load_by_rank(terminal: Terminal) -> None:
+    async with fleet(prefill={"dp": 2}) as it:
+        assert await terminal.run("status", "--url", it.url) == 0
+        assert "load 0 (0+0 by dp rank)" in terminal.out
+        assert "dp 2, tp 1, policy early, transports shm, tcp" in terminal.out
+
+
+async def test_status_shows_a_ban_with_its_time_left(terminal: Terminal) -> None:
+    async with fleet(1, 2, router={"ban_after": 1, "ban_s": 60.0}) as it:
+        ill = it.router.pairing.decodes[0]
+        it.router.blame(ill, Cause("x", "it broke", 500), monotonic())
+        assert await terminal.run("status", "--url", it.url) == 0
+        [line] = [line for line in terminal.out.splitlines() if "others preferred" in line]
+        assert re.search(r"for (59|60)\.\d s more: 1 failures in a row, the last: it broke", line)
+        ill.ban.expire(ill.ban.until)
+        assert await terminal.run("status", "--url", it.url) == 0
+        assert "others preferred until the next request tests it" in terminal.out
+
+
+async def test_status_shows_whom_a_worker_in_service_does_not_fit(terminal: Terminal) -> None:
+    async with fleet(1, 2, router={"health_interval_s": 60.0}) as it:
+        worker = it.router.pairing.decodes[0]
+        assert worker.stamp is not None
+        worker.stamp = msgspec.structs.replace(worker.stamp, page_size=32)
+        it.router.pairing.refresh()
+        assert await terminal.run("status", "--url", it.url) == 0
+        assert f"does not fit {worker.url}: page_size differs: prefill has 4, decode has 32" in terminal.out
+
+
+def test_pages_in_quarantine_name_their_holder_and_the_verb_that_frees_them() -> None:
+    one = {"instance": "d1", "owner": "grant 7", "pages": 3, "grant": 7, "rid": "r.0.0", "room": 5}
+    told = quarantine(one | {"no_proof_from": ["p1/dp0cp0tp0pp0"]}, "http://h:1")
+    assert told.startswith("QUARANTINE 3 pages of rid r.0.0, room 5, grant 7, no proof from p1/dp0cp0tp0pp0; ")
+    assert "`pdplane release http://h:1 --instance d1 --grant 7`" in told
+
+
+def test_pages_in_quarantine_that_no_grant_can_free_name_no_verb() -> None:
+    told = quarantine({"instance": "p1", "owner": "r.0.0", "pages": 2, "room": None}, "http://h:1")
+    assert told == "QUARANTINE 2 pages of r.0.0"
 
 
 async def test_status_says_why_a_fleet_is_not_ready(terminal: Terminal) -> None:
@@ -118,6 +164,20 @@ async def test_explain_tells_both_sides_in_the_order_in_which_it_happened(termin
         ):
             assert any(line == step or line.startswith(f"{step} (") for line in story), step
         assert sum("holds nothing" in line for line in lines) == 2
+
+
+async def test_explain_names_ranks_grants_and_links(terminal: Terminal) -> None:
+    async with fleet(prefill={"dp": 2}) as it:
+        answer = (await it.post(COMPLETIONS, BODY)).json()
+        await it.at_rest()
+        lines = await explained(it, terminal, answer["id"])
+        [attempt] = (await it.get(f"/requests/{answer['id']}"))["attempts"]
+        assert f"prefill {it.prefill.url} (dp rank {attempt['rooms'][0] % 2})" in lines[1]
+        granted = [line for line in lines if line.startswith("  grant ")]
+        assert len(granted) == 2
+        assert all(f"of instance {it.decode.group.shells[0].instance}" in line for line in granted)
+        assert all(line.endswith("none held here") for line in granted)
+        assert any(line.startswith("    link ") and " by shm" in line for line in lines)
 
 
 async def test_explain_finds_a_request_by_rid_room_and_label(terminal: Terminal) -> None:

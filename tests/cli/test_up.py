@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from pdplane.cli import up
 from pdplane.cli.child import Child
+from pdplane.cli.main import main as cli
 from pdplane.cli.main import parser
-from pdplane.cli.up import UpConfig, _until_ready, _watch, plan
+from pdplane.cli.up import Part, UpConfig, _until_ready, _watch, plan
 from pdplane.settings import BadSetting, load
 from pdplane.worker.config import WorkerConfig
 from tests.worker.fleets import fleet, until
@@ -58,6 +62,51 @@ def test_every_childs_arguments_are_a_command_that_parses_to_what_was_asked() ->
             worker = load(WorkerConfig, vars(args), {})
             assert (worker.model, worker.pool_mb, worker.max_running) == ("/models/m", 7, 3)
             assert (worker.batch_invariant, worker.request_timeout_s) == (True, 9.0)
+
+
+def test_sizes_policy_and_transports_reach_each_side() -> None:
+    config = UpConfig(
+        dp=2,
+        prefill_tp=2,
+        decode_dp=4,
+        decode_tp=4,
+        decode_allocation_policy="prefill_complete",
+        load_balance_method="total_requests",
+        transport=("shm_push", "tcp"),
+        checksum=True,
+        prefix_cache=False,
+        reserve_tokens=7,
+        page_size=8,
+    )
+    sides = {part.name: load(WorkerConfig, vars(parser().parse_args(part.arguments)), {}) for part in plan(config)[:2]}
+    prefill, decode = sides["prefill 0"], sides["decode 0"]
+    assert [(one.dp, one.tp) for one in (prefill, decode)] == [(2, 2), (4, 4)]
+    assert (prefill.load_balance_method, prefill.prefix_cache) == ("total_requests", False)
+    assert decode.reserve_tokens == 7
+    for one in (prefill, decode):
+        assert one.decode_allocation_policy == "prefill_complete"
+        assert one.transports == ("shm_push", "tcp")
+        assert (one.checksum, one.page_size) == (True, 8)
+
+
+def test_every_process_can_be_started_by_hand_as_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nothing(config: UpConfig, parts: list[Part]) -> int:
+        return 0
+
+    monkeypatch.setattr(up, "_supervise", nothing)
+    monkeypatch.setattr(up, "_check_ports", lambda config, parts: None)
+    assert cli(["up", "--model", str(tmp_path), "--decode-tp", "2"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "pdplane" in line]
+    assert [line.split(":")[0] for line in shown] == ["prefill 0", "decode 0", "router"]
+    for line in shown:
+        parser().parse_args(shlex.split(line.split("pdplane ", 1)[1]))
+
+
+def test_secrets_are_not_among_the_arguments_of_any_child() -> None:
+    for part in plan(UpConfig(api_key="hush")):
+        assert not any("hush" in argument for argument in part.arguments)
 
 
 @pytest.mark.parametrize("config", [UpConfig(prefill=0), UpConfig(decode=0), UpConfig(prefill=-1)])
@@ -140,6 +189,23 @@ async def test_a_child_that_dies_later_is_told_and_the_rest_serves_on(capsys: py
     await dying.end(5)
 
 
+async def test_a_child_that_was_drained_ends_well_and_the_rest_serves_on(capsys: pytest.CaptureFixture[str]) -> None:
+    others = [await Child.start(name, python(WAITS)) for name in ("prefill 0", "decode 0", "router")]
+    drained = await Child.start("decode 1", python("print('nothing is left')"))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(_watch([*others, drained], stop))
+    told = ""
+    async with asyncio.timeout(10):
+        while "ended: exit code 0" not in told:
+            await asyncio.sleep(0.005)
+            told += capsys.readouterr().err
+    assert not watching.done()
+    stop.set()
+    assert await watching == 0
+    for child in (*others, drained):
+        await child.end(5)
+
+
 async def test_a_stop_of_a_healthy_fleet_is_0() -> None:
     well = await Child.start("prefill 0", python(WAITS))
     stop = asyncio.Event()
@@ -153,7 +219,7 @@ async def test_a_stop_of_a_healthy_fleet_is_0() -> None:
 
 async def test_the_wait_for_a_pair_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     async with fleet() as it:
-        it.decode.shell.drain("it is stopping")
+        it.decode.group.drain("it is stopping")
         await until(lambda: not it.router.pairing.ready)
         stop = asyncio.Event()
         waiting = asyncio.create_task(_until_ready(UpConfig(port=int(it.url.rsplit(":", 1)[1])), [], stop))

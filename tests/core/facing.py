@@ -24,6 +24,7 @@ from pdplane.core.effects import (
     MovePages,
     RevokeGrant,
     SendFrame,
+    Teardown,
 )
 from pdplane.core.errors import Cause, client_left
 from pdplane.core.events import (
@@ -45,9 +46,10 @@ from pdplane.core.events import (
     RouteKnown,
     Sampled,
     Tick,
+    TornDown,
 )
-from pdplane.core.frames import Beat, Frame, PromptId
-from pdplane.core.ids import ConnId, GrantNo, Instance, MoveNo, Rank, Rid, Room
+from pdplane.core.frames import Beat, DataEndpoint, Frame, PromptId
+from pdplane.core.ids import ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Seat, Shape
 from pdplane.core.layout import LayoutGroup, Stamp
 from pdplane.core.node import Limits, Node
 from pdplane.core.prefill import PrefillNode
@@ -61,7 +63,9 @@ F = TypeVar("F")
 
 PAGE = 16
 ADDRESS = "registry"
-STAMP = Stamp("m", "w", "t", PAGE, PAGE * 64, "f32", (LayoutGroup("kv", 64, (0, 1), "f32"),))
+STAMP = Stamp("m", "w", "t", PAGE, PAGE * 128, "f32", (LayoutGroup("kv", 64, (0, 1), "f32", parts=2, heads=4),))
+AHEAD = Stamp(*(getattr(STAMP, name) for name in STAMP.__struct_fields__[:7]), policy="prefill_complete")
+MEMORY = DataEndpoint("memory", "", "host", 9, "word")
 
 
 def limits(pages: int = 16, **more: object) -> Limits:
@@ -115,7 +119,8 @@ class Box:
 
 
 class Facing:
-    """One decode (`d`), one prefill (`p`) unless more are added; `fence`: receiver-placed transport."""
+    """One decode (`d`), one prefill (`p`) unless more are added; `fence`: receiver-placed transport. `tp`: tensor
+    parallel ranks of (prefill, decode). `teardown_proves`: the transport's, on a peer's end."""
 
     def __init__(
         self,
@@ -123,44 +128,51 @@ class Facing:
         fence: bool = True,
         d_limits: Limits | None = None,
         p_limits: Limits | None = None,
-        ranks: int = 1,
+        tp: tuple[int, int] = (1, 1),
         auto_fence: bool = True,
+        teardown_proves: bool = False,
+        stamp: Stamp = STAMP,
+        follow_room: bool = True,
     ) -> None:
         self.now = 0.0
+        self.tp, self.stamp, self.follow_room = tp, stamp, follow_room
+        self.teardown_proves = teardown_proves
         self.fence, self.auto_fence = fence, auto_fence
         self.d_limits, self.p_limits = d_limits or limits(), p_limits or limits()
         self.reachable = True
         self.route_cause: Cause | None = None
         self.boxes: list[Box] = []
-        self.listeners: dict[ControlEndpoint, Box] = {}
+        self.listeners: dict[ControlEndpoint, tuple[Box, Rank]] = {}
         self.conns: dict[ConnId, tuple[Box, Box]] = {}
         self.mail: deque[tuple[ConnId, Box, Frame | None]] = deque()  # None: the sender has closed
         self.closed: dict[ConnId, Box] = {}
-        self.armed: dict[GrantNo, set[int]] = {}
+        self.knocks: list[tuple[Box, Accepted]] = []  # at a frozen listener's port: its kernel has let them in
+        self.armed: dict[tuple[Box, GrantNo, Link], set[PageId]] = {}
         self.legs: dict[int, LegArrived] = {}
         self._conn = 0
         self.d = self.add_decode("D1")
-        self.ps = [self.add_prefill(f"P{n + 1}", port=n + 1, rank=Rank(tp=n)) for n in range(ranks)]
-        self.p = self.ps[0]
+        self.p = self.add_prefill("P1")
 
     # --- who is there -----------------------------------------------------------------------------------------------
 
     def add_decode(self, name: str) -> Box:
-        me = Identity(Instance(name), Rank(), STAMP, "host", 9, "word")
-        self.boxes.append(Box(DecodeNode(me, self.d_limits, fence=self.fence), self))
+        fenced = frozenset({"memory"}) if self.fence else frozenset()
+        self.boxes.append(Box(DecodeNode(identity(name, self.stamp, self.tp[1]), self.d_limits, fenced=fenced), self))
         return self.boxes[-1]
 
-    def add_prefill(self, name: str, port: int = 1, rank: Rank = Rank(), stamp: Stamp = STAMP) -> Box:  # noqa: B008
-        box = Box(PrefillNode(Identity(Instance(name), rank, stamp), self.p_limits), self)
+    def add_prefill(self, name: str, stamp: Stamp | None = None) -> Box:
+        me = identity(name, stamp or self.stamp, self.tp[0])
+        box = Box(PrefillNode(me, self.p_limits), self)
         self.boxes.append(box)
-        self.listeners[ControlEndpoint("p", port)] = box
+        for rank in me.ranks:
+            self.listeners[ControlEndpoint("p", 1 + rank.tp)] = box, rank
         return box
 
-    def restart_prefill(self, name: str = "P1b", stamp: Stamp = STAMP) -> Box:
+    def restart_prefill(self, name: str = "P1b", stamp: Stamp | None = None) -> Box:
         """The process dies; another instance listens on its address."""
         self.boxes.remove(self.p)
         self.p.hears = False
-        self.p = self.ps[0] = self.add_prefill(name, stamp=stamp)
+        self.p = self.add_prefill(name, stamp=stamp)
         self.cut()
         return self.p
 
@@ -182,37 +194,46 @@ class Facing:
                 if self.route_cause:
                     box.take(RouteFailed(address, self.route_cause))
                 else:
-                    ranks = [(who.node.rank, at) for at, who in self.listeners.items()]  # type: ignore[attr-defined]
-                    box.take(RouteKnown(address, tuple(ranks)))
-            case Dial(endpoint):
-                self._dial(box, endpoint)
+                    ranks = tuple((rank, at) for at, (_, rank) in self.listeners.items())
+                    box.take(RouteKnown(address, ranks, Shape(tp=self.tp[0]), self.follow_room))
+            case Dial(endpoint, here):
+                self._dial(box, endpoint, here)
             case SendFrame(conn, frame) if conn in self.conns:
                 self.mail.append((conn, box, frame))
             case CloseConn(conn) if conn in self.conns:
                 self.closed[conn] = box
                 self.mail.append((conn, box, None))
-            case ArmGrant(grant, _, pages):
-                self.armed[grant] = set(pages)
-            case RevokeGrant(grant):
-                self.armed.pop(grant, None)
-                if self.auto_fence:
-                    box.take(GrantQuiet(grant))
-            case DisarmGrant(grant):
-                self.armed.pop(grant, None)
+            case ArmGrant(grant, pages, lanes):
+                for lane in lanes:
+                    self.armed[box, grant, lane.link] = set(pages)
+            case RevokeGrant(grant, here, kind):
+                self._disarm(box, grant, here)
+                if self.auto_fence and self.fence:
+                    box.take(GrantQuiet(grant, here, kind))
+            case DisarmGrant(grant, here):
+                self._disarm(box, grant, here)
+            case Teardown(peer, upto) if self.teardown_proves and box.node.side == "decode":
+                box.take(TornDown(peer, upto))
             case _:
                 pass
 
-    def _dial(self, box: Box, endpoint: ControlEndpoint) -> None:
-        listener = self.listeners[endpoint]
+    def _disarm(self, box: Box, grant: GrantNo, here: Rank) -> None:
+        for key in [key for key in self.armed if key[:2] == (box, grant) and key[2].here == here]:
+            del self.armed[key]
+
+    def _dial(self, box: Box, endpoint: ControlEndpoint, here: Rank) -> None:
+        listener, rank = self.listeners[endpoint]
         if not self.reachable or listener not in self.boxes:
-            box.take(DialFailed(endpoint, "refused"))
+            box.take(DialFailed(endpoint, here, "refused"))
             return
         self._conn += 1
         conn = ConnId(self._conn)
         self.conns[conn] = (box, listener)
         if listener.hears:
-            listener.take(Accepted(conn))
-        box.take(Dialled(endpoint, conn))
+            listener.take(Accepted(conn, rank))
+        else:
+            self.knocks.append((listener, Accepted(conn, rank)))
+        box.take(Dialled(endpoint, here, conn))
 
     def _other(self, conn: ConnId, box: Box) -> Box:
         a, b = self.conns[conn]
@@ -232,6 +253,9 @@ class Facing:
     def pump(self, most: int = 10_000) -> None:
         """Delivers frames in order until there are none (those of a frozen peer stay)."""
         kept: deque[tuple[ConnId, Box, Frame | None]] = deque()
+        for box, knock in [item for item in self.knocks if item[0].hears]:
+            self.knocks.remove((box, knock))
+            box.take(knock)
         for _ in range(most):
             if not self.mail:
                 break
@@ -287,13 +311,13 @@ class Facing:
 
     def leg(self, number: int, tokens: int = 40, **more: object) -> LegArrived:
         given = {"rid": f"r{number}", "max_new": 4, "deadline": self.now + 300.0, "prompt": prompt(tokens)} | more
-        self.legs[number] = LegArrived(room=Room(number), address=ADDRESS, **given)  # type: ignore[arg-type]
+        given.setdefault("address", ADDRESS)
+        self.legs[number] = LegArrived(room=Room(number), **given)  # type: ignore[arg-type]
         return self.legs[number]
 
     def legs_in(self, number: int, tokens: int = 40, **more: object) -> None:
         leg = self.leg(number, tokens, **more)
-        for box in self.ps:
-            box.take(leg)
+        self.p.take(leg)
         self.d.take(leg)
 
     def meet(self, number: int, tokens: int = 40, **more: object) -> None:
@@ -312,11 +336,24 @@ class Facing:
 
     def land(self, move: MovePages, box: Box | None = None) -> None:
         """The move completes: visible at decode where the grant is armed, else an error at prefill."""
-        pages = tuple(page for page in move.dst if page in self.armed.get(move.grant, ()))
+        box = box or self.p
+        target = next(other for other in self.boxes if getattr(other.node, "instance", "") == move.link.there.instance)
+        back = Link(move.link.there.rank, Seat(box.node.instance, move.link.here))  # type: ignore[attr-defined]
+        armed = self.armed.get((target, move.grant, back), set())
+        pages = tuple(page for page in move.dst if page in armed)
         if pages:
-            self.d.take(PagesLanded(move.grant, pages))
+            target.take(PagesLanded(move.grant, back, pages))
         error = "" if pages == move.dst or not self.fence else "discarded"
-        (box or self.p).take(MoveDone(move.move, error))
+        box.take(MoveDone(move.move, error))
+
+    def landed(self, number: int, pages: Iterable[PageId]) -> None:
+        """Some pages of a room with one link are visible at decode."""
+        receiver = self.receiver(number)
+        self.d.take(PagesLanded(receiver.grant, receiver.links[0], tuple(pages)))
+
+    def quiet(self, number: int) -> None:
+        """The local fence of a room with one rank has closed."""
+        self.d.take(GrantQuiet(self.receiver(number).grant, Rank(), "memory"))
 
     def land_all(self, box: Box | None = None) -> None:
         box = box or self.p
@@ -376,6 +413,11 @@ class Facing:
             assert not left, left
         assert len(self.decode.reserve) == 0
         return True
+
+
+def identity(name: str, stamp: Stamp = STAMP, tp: int = 1, **more: object) -> Identity:
+    given = {"shape": Shape(tp=tp), "data": ((MEMORY,),) * tp} | more
+    return Identity(Instance(name), stamp, **given)  # type: ignore[arg-type]
 
 
 def only(items: Iterable[E]) -> E:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdplane.core.effects import AbortEngine, AnswerFailed, CancelMoves, MovePages, RevokeGrant, RunPrefill
+from pdplane.core.effects import AbortEngine, AnswerFailed, CancelMoves, MovePages, RunPrefill
 from pdplane.core.errors import unavailable
-from pdplane.core.events import GrantQuiet, MoveDone, PagesLanded, Released, RouteFailed, RouteKnown
+from pdplane.core.events import MoveDone, Released, RouteFailed, RouteKnown
 from pdplane.core.frames import Abort, Drained, Failed, Grant, Received, Success
 from pdplane.core.pages import Page
 from pdplane.core.table import R, S
@@ -38,7 +38,7 @@ def test_queued_at_decode_everything_is_free_and_the_abort_is_owed(fence: bool) 
     world.cancel(world.d, 5)
     assert world.d_state(5) is R.DRAINING
     assert world.d.failed("r5").code == "client_left"
-    ranks = [(box.node.rank, at) for at, box in world.listeners.items()]  # type: ignore[attr-defined]
+    ranks = [(rank, at) for at, (_, rank) in world.listeners.items()]
     world.d.take(RouteKnown("registry", tuple(ranks)))
     world.pump()
     assert world.p_state(5) is S.GONE
@@ -99,7 +99,7 @@ def test_with_a_landing_under_way_the_fence_takes_its_time() -> None:
     world.cancel(world.d, 5)
     assert world.d_state(5) is R.DRAINING
     assert world.decode.ledger.counts[Page.DRAINING] == 3
-    world.d.take(GrantQuiet(world.receiver(5).grant))
+    world.quiet(5)
     assert world.d_state(5) is R.GONE
 
 
@@ -113,7 +113,7 @@ def test_with_a_fence_prefills_word_frees_nothing_while_a_landing_is_under_way()
     world.pump()
     assert world.states(5) == (R.DRAINING, S.GONE)
     assert world.decode.ledger.counts[Page.DRAINING] == 3
-    world.d.take(GrantQuiet(world.receiver(5).grant))
+    world.quiet(5)
     assert world.idle()
 
 
@@ -122,7 +122,6 @@ def test_granted_without_a_fence_pages_wait_for_drained() -> None:
     world.meet(5)
     world.sample(5)
     cancelled_at_decode(world)
-    assert world.d.all(RevokeGrant) == []
     assert world.states(5) == (R.DRAINING, S.DRAINING)
     world.release(5)
     world.pump()
@@ -173,28 +172,26 @@ def test_running_pages_are_free_when_the_engine_lets_go() -> None:
 
 @FENCE
 def test_two_ranks_are_both_told_and_pages_wait_for_both(fence: bool) -> None:
-    world = Facing(fence=fence, ranks=2)
+    world = Facing(fence=fence, tp=(2, 1))
     world.meet(5)
     cancelled_at_decode(world)
     assert len(world.d.sent(Abort)) == 2
-    world.release(5, world.ps[0])
-    world.pump()
     assert world.d_state(5) is (R.GONE if fence else R.DRAINING)
-    world.release(5, world.ps[1])
+    world.release(5)
+    assert len(world.p.sent(Drained)) == 2
     world.pump()
     assert world.idle()
 
 
 def test_a_rank_that_has_sent_is_told_that_its_row_is_not_wanted() -> None:
-    world = Facing(ranks=2)
+    world = Facing(tp=(2, 1))
     world.meet(5)
-    world.send_all(5, world.ps[0])
+    world.send_all(5)
+    world.deliver(Success)
+    world.cancel(world.d, 5)
+    assert len(world.d.sent(Received)) == len(world.d.sent(Abort)) == 1
     world.pump()
-    world.cancel(world.ps[1], 5)
-    world.pump()
-    assert world.ps[0].node.live == 0  # not kept until its clock runs out
-    world.release(5, world.ps[1])
-    world.pump()
+    assert world.p.node.live == 0  # not kept until its clock runs out
     assert world.idle()
 
 
@@ -296,7 +293,7 @@ def test_late_bytes_of_a_cancelled_grant_are_counted_and_ignored() -> None:
     receiver = world.receiver(5)
     pages = receiver.pages
     cancelled_at_decode(world)
-    world.d.take(PagesLanded(receiver.grant, pages))
+    world.landed(5, pages)
     assert world.d.counted("late")[-1] == "landed"
     assert world.d_state(5) is R.DRAINING
 

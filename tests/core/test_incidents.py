@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdplane.core.effects import Alarm, AnswerRow, MovePages, RunDecode
-from pdplane.core.events import Computed, MoveDone, PagesLanded, Released, Sampled
+from pdplane.core.events import Computed, FrameIn, MoveDone, Released, Sampled
 from pdplane.core.frames import Abort, Drained, Failed, Grant, Received
 from pdplane.core.ids import Room
 from pdplane.core.table import R, S
@@ -48,17 +48,22 @@ def test_i02_the_target_of_an_answer_lives_until_it_has_been_given() -> None:
 
 
 def test_i03_two_ranks_do_not_share_one_acknowledgement() -> None:
-    world = Facing(fence=False, ranks=2)
+    world = Facing(fence=False, tp=(2, 1))
     world.meet(5)
     world.cancel(world.d, 5)
     world.pump()
-    world.release(5, world.ps[0])
-    world.pump()
-    world.cut()
-    world.pump()  # the first says DRAINED again
-    assert len(world.ps[0].sent(Drained)) == 1
+    world.release(5)
+    world.deliver(Drained)
     assert world.d_state(5) is R.DRAINING
-    assert [seat.instance for seat in world.receiver(5).holders] == ["P2"]
+    assert [link.there.rank.tp for link in world.receiver(5).holders] == [1]
+    first = world.receiver(5).links[0]
+    again = next(frame for frame in world.p.sent(Drained) if frame.rank == first.there.rank)
+    conn = world.decode.members.conn(first)
+    assert conn is not None
+    world.d.take(FrameIn(conn, again))
+    assert [link.there.rank.tp for link in world.receiver(5).holders] == [1]
+    world.pump()
+    assert world.d_state(5) is R.GONE
 
 
 @pytest.mark.parametrize("fence", [True, False])
@@ -259,8 +264,8 @@ def test_a_landing_reported_twice_or_for_other_pages_does_not_complete_a_room() 
     receiver = world.receiver(5)
     others = tuple(page for page in range(16) if page not in receiver.pages)[:3]
     for pages in (receiver.pages[:2], receiver.pages[:2], others):
-        world.d.take(PagesLanded(receiver.grant, pages))  # type: ignore[arg-type]
-    assert receiver.landed == set(receiver.pages[:2])
+        world.landed(5, pages)
+    assert receiver.landed == {receiver.links[0]: set(receiver.pages[:2])}
 
 
 def test_an_abort_for_a_room_nobody_knows_is_answered_and_remembered() -> None:

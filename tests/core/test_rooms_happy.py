@@ -6,12 +6,12 @@ import pytest
 
 from pdplane.core.effects import AnswerRow, ArmGrant, ConnectData, DisarmGrant, MovePages, RunDecode, RunPrefill
 from pdplane.core.effects import SendFrame as Send
-from pdplane.core.events import PagesLanded, Released
+from pdplane.core.events import Released
 from pdplane.core.frames import Announce, Grant, Received, Success
 from pdplane.core.pages import Page
 from pdplane.core.table import KVPoll, R, S
 
-from .facing import Facing, limits, only
+from .facing import MEMORY, Facing, limits, only
 
 
 def test_both_legs_meet_and_prefill_computes_only_with_a_grant() -> None:
@@ -80,9 +80,9 @@ def test_decode_takes_completion_only_with_the_last_page_landed() -> None:
     world.pump()
     assert world.d_state(5) is R.GRANTED
     receiver = world.receiver(5)
-    world.d.take(PagesLanded(receiver.grant, receiver.pages[:2]))
+    world.landed(5, receiver.pages[:2])
     assert world.d_state(5) is R.GRANTED
-    world.d.take(PagesLanded(receiver.grant, receiver.pages[2:]))
+    world.landed(5, receiver.pages[2:])
     assert world.d_state(5) is R.GONE
     assert len(world.d.all(RunDecode)) == 1
 
@@ -100,14 +100,12 @@ def test_a_row_that_ends_the_request_is_answered_without_decoding() -> None:
 
 
 def test_two_ranks_must_both_succeed() -> None:
-    world = Facing(ranks=2)
+    world = Facing(tp=(2, 1))
     world.meet(5)
     assert len(world.d.sent(Grant)) == 2
-    first, second = world.ps
-    world.send_all(5, first)
-    world.pump()
+    world.send_all(5)
+    world.deliver(Success)
     assert world.d_state(5) is R.GRANTED
-    world.send_all(5, second)
     world.pump()
     assert world.d_state(5) is R.GONE
     assert len(world.d.sent(Received)) == 2
@@ -129,7 +127,9 @@ def test_prefill_is_told_where_to_write_when_the_session_comes_up() -> None:
     world = Facing()
     world.meet(5)
     data = only(world.p.all(ConnectData))
-    assert (data.peer, data.host, data.port, data.token) == ("D1", "host", 9, "word")
+    assert data.link.there.instance == "D1"
+    assert data.endpoint == MEMORY
+    assert data.slice.whole
 
 
 def test_one_session_serves_many_rooms() -> None:

@@ -7,27 +7,33 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdplane.core.acceptor import Acceptor
+from pdplane.core.dialler import Dialler, DState
 from pdplane.core.effects import CloseConn, Dial, Effect, SendFrame
 from pdplane.core.errors import Cause
 from pdplane.core.events import ControlEndpoint, RouteKnown
-from pdplane.core.frames import Abort, Beat, Frame, Hello, Reject, Welcome
-from pdplane.core.ids import ConnId, GrantNo, Instance, Rank, Room, Seat
+from pdplane.core.frames import Abort, Beat, DataEndpoint, Frame, Hello, Reject, Welcome
+from pdplane.core.ids import ConnId, GrantNo, Instance, Link, Rank, Room, Seat
 from pdplane.core.membership import Membership
-from pdplane.core.session import NO_CONN, Acceptor, Dialler, DState, Gone, Identity, Refused, SessionTimes, Up
+from pdplane.core.session import NO_CONN, Gone, Refused, SessionTimes, Up
+from pdplane.core.slices import whole_page
 
-from .facing import STAMP
+from .facing import STAMP, identity
 
 AT = ControlEndpoint("p", 1)
-D = Identity(Instance("D1"), Rank(), STAMP, "host", 9, "word", secret="s")
-P = Identity(Instance("P1"), Rank(), STAMP, secret="s")
+TCP = DataEndpoint("tcp", "", "host", 9, "word")
+D = identity("D1", secret="s", data=((TCP,),))
+P = identity("P1", secret="s", data=((TCP,),))
 SEAT = Seat(Instance("P1"), Rank())
+WHOLE = whole_page(STAMP.page_bytes)
+D1 = Link(Rank(), Seat(Instance("D1"), Rank()))
 ONE, TWO = ConnId(1), ConnId(2)
-HELLO: dict[str, Any] = {"src": "D1", "dst": "", "rank": Rank(), "stamp": STAMP, "secret": "s"}
+HELLO: dict[str, Any] = {"src": "D1", "dst": "", "rank": Rank(), "stamp": STAMP, "secret": "s", "data": (TCP,)}
 
 
 def dialler() -> tuple[Dialler, list[Effect]]:
     out: list[Effect] = []
-    return Dialler(AT, D, SessionTimes(), out, lambda: Beat(src=D.instance)), out
+    return Dialler(AT, Rank(), D, SessionTimes(), out, lambda: Beat(src=D.instance)), out
 
 
 def acceptor() -> tuple[Acceptor, list[Effect]]:
@@ -39,11 +45,15 @@ def welcome(src: str = "P1", **more: Any) -> Welcome:
     return Welcome(**({"src": Instance(src), "dst": D.instance, "rank": Rank(), "stamp": STAMP} | more))
 
 
+def up_as(there: str) -> Up:
+    return Up(Link(Rank(), Seat(Instance(there), Rank())), TCP, WHOLE)
+
+
 def up() -> tuple[Dialler, list[Effect]]:
     it, out = dialler()
     it.want(0.0)
     it.dialled(ONE, 0.0)
-    assert it.frame(welcome(), 0.0) == [Up(SEAT, ONE)]
+    assert it.frame(welcome(), 0.0) == [up_as("P1")]
     out.clear()
     return it, out
 
@@ -59,7 +69,7 @@ def test_the_first_hello_names_nobody_and_says_where_to_write() -> None:
     it, out = dialler()
     it.want(0.0)
     it.want(0.0)
-    assert out == [Dial(AT)]
+    assert out == [Dial(AT, Rank())]
     it.dialled(ONE, 0.0)
     (hello,) = frames(out)
     assert isinstance(hello, Hello)
@@ -69,12 +79,12 @@ def test_the_first_hello_names_nobody_and_says_where_to_write() -> None:
 def test_after_a_loss_hello_names_the_bound_instance() -> None:
     it, out = up()
     assert it.lost(1.0) == []
-    assert out == [Dial(AT)]
+    assert out == [Dial(AT, Rank())]
     it.dialled(TWO, 1.0)
     (hello,) = frames(out)
     assert isinstance(hello, Hello)
     assert hello.dst == "P1"
-    assert it.frame(welcome(), 1.5) == [Up(SEAT, TWO)]
+    assert it.frame(welcome(), 1.5) == [up_as("P1")]
     assert it.tick(100.0) != [Gone(Instance("P1"))]
 
 
@@ -87,7 +97,7 @@ def test_the_grace_runs_from_the_first_loss_whatever_redials_do() -> None:
         assert it.tick(now) == []
     assert it.tick(3.0) == [Gone(Instance("P1"))]
     assert it.bound is None
-    assert it.was == SEAT
+    assert it.was == Link(Rank(), SEAT)
 
 
 def test_redials_back_off() -> None:
@@ -101,7 +111,7 @@ def test_redials_back_off() -> None:
         now += 0.01
         it.tick(now)
     assert 4 <= dials <= 8
-    assert out.count(Dial(AT)) in (dials, dials + 1)
+    assert out.count(Dial(AT, Rank())) in (dials, dials + 1)
 
 
 def test_silence_closes_the_session() -> None:
@@ -147,7 +157,7 @@ def test_a_reject_by_the_successor_ends_the_old_one_and_dials_anew() -> None:
     out.clear()
     reject = Reject(src=Instance("P2"), cause=Cause("wrong_instance", "not here", 503))
     assert it.frame(reject, 1.1) == [Gone(Instance("P1"))]
-    assert out == [CloseConn(TWO), Dial(AT)]
+    assert out == [CloseConn(TWO), Dial(AT, Rank())]
     it.dialled(ConnId(3), 1.1)
     assert frames(out)[-1].dst == ""  # type: ignore[union-attr]
 
@@ -156,7 +166,7 @@ def test_a_welcome_by_another_instance_ends_the_old_one_first() -> None:
     it, _ = up()
     it.lost(1.0)
     it.dialled(TWO, 1.0)
-    assert it.frame(welcome("P2"), 1.1) == [Gone(Instance("P1")), Up(Seat(Instance("P2"), Rank()), TWO)]
+    assert it.frame(welcome("P2"), 1.1) == [Gone(Instance("P1")), up_as("P2")]
 
 
 def test_a_welcome_for_somebody_else_is_refused() -> None:
@@ -192,7 +202,7 @@ def test_a_connection_nobody_asked_for_is_closed() -> None:
 
 def greeted(conn: ConnId = ONE, **more: Any) -> tuple[Acceptor, list[Effect]]:
     it, out = acceptor()
-    it.accepted(conn, 0.0)
+    it.accepted(conn, Rank(), 0.0)
     it.frame(conn, Hello(**(HELLO | more)), 0.0)
     return it, out
 
@@ -200,9 +210,8 @@ def greeted(conn: ConnId = ONE, **more: Any) -> tuple[Acceptor, list[Effect]]:
 def test_a_hello_is_welcomed_and_the_session_is_up() -> None:
     it, out = greeted()
     assert isinstance(frames(out)[0], Welcome)
-    assert it.conn_of(Instance("D1")) == ONE
-    assert it.peer_of(ONE) == "D1"
-    assert it.hello_of(Instance("D1")) is not None
+    assert it.conn_of(D1) == ONE
+    assert it.link_of(ONE) == D1
 
 
 @pytest.mark.parametrize(
@@ -210,7 +219,7 @@ def test_a_hello_is_welcomed_and_the_session_is_up() -> None:
     [
         ({"dst": "P0"}, "wrong_instance"),
         ({"secret": "guess"}, "unauthorized"),
-        ({"protocol_min": 2, "protocol_max": 3}, "incompatible"),
+        ({"protocol_min": 3, "protocol_max": 4}, "incompatible"),
         ({"stamp": msgspec.structs.replace(STAMP, weights="w2")}, "incompatible"),
         ({"stamp": msgspec.structs.replace(STAMP, policy="prefill_complete")}, "incompatible"),
     ],
@@ -227,18 +236,18 @@ def test_a_hello_that_does_not_fit_is_rejected_and_closed(more: dict[str, Any], 
 
 def test_whoever_speaks_before_hello_is_turned_away() -> None:
     it, out = acceptor()
-    it.accepted(ONE, 0.0)
+    it.accepted(ONE, Rank(), 0.0)
     frame = Abort(
         room=Room(1), grant=GrantNo(1), src=Instance("D1"), dst=Instance("P1"), rank=Rank(), cause=Cause("x", "x")
     )
     assert it.frame(ONE, frame, 0.0) == []
     assert out[-1] == CloseConn(ONE)
-    assert it.peer_of(ONE) is None
+    assert it.link_of(ONE) is None
 
 
 def test_a_stranger_that_never_greets_is_closed() -> None:
     it, out = acceptor()
-    it.accepted(ONE, 0.0)
+    it.accepted(ONE, Rank(), 0.0)
     assert it.tick(5.0) == []
     assert out == [CloseConn(ONE)]
     assert it.next_due() is None
@@ -246,12 +255,12 @@ def test_a_stranger_that_never_greets_is_closed() -> None:
 
 def test_the_newest_connection_of_an_instance_wins() -> None:
     it, out = greeted()
-    it.accepted(TWO, 1.0)
-    notices = it.frame(TWO, Hello(**HELLO), 1.0)
-    assert notices == [Up(Seat(Instance("D1"), Rank()), TWO)]
+    it.accepted(TWO, Rank(), 1.0)
+    notices = it.frame(TWO, Hello(**(HELLO | {"dst": "P1"})), 1.0)
+    assert notices == [up_as("D1")]
     assert CloseConn(ONE) in out
     it.lost(ONE, 1.0)
-    assert it.conn_of(Instance("D1")) == TWO
+    assert it.conn_of(D1) == TWO
     assert it.tick(4.0) == []
 
 
@@ -259,21 +268,21 @@ def test_a_session_cannot_change_its_owner() -> None:
     it, out = greeted()
     it.frame(ONE, Hello(**(HELLO | {"src": "D2"})), 1.0)
     assert out[-1] == CloseConn(ONE)
-    assert it.conn_of(Instance("D1")) == it.conn_of(Instance("D2")) == NO_CONN
+    assert it.sessions == 0
     assert it.tick(3.0) == [Gone(Instance("D1"))]
 
 
 def test_a_second_hello_that_does_not_fit_ends_the_session() -> None:
     it, _ = greeted()
     it.frame(ONE, Hello(**(HELLO | {"secret": "guess"})), 1.0)
-    assert it.conn_of(Instance("D1")) == NO_CONN
+    assert it.conn_of(D1) == NO_CONN
     assert it.tick(3.0) == [Gone(Instance("D1"))]
 
 
 def test_a_guest_lost_has_its_grace_and_is_gone_once() -> None:
     it, _ = greeted()
     it.lost(ONE, 1.0)
-    assert it.conn_of(Instance("D1")) == NO_CONN
+    assert it.conn_of(D1) == NO_CONN
     assert it.tick(2.9) == []
     assert it.tick(3.0) == [Gone(Instance("D1"))]
     assert it.tick(9.0) == []
@@ -282,7 +291,7 @@ def test_a_guest_lost_has_its_grace_and_is_gone_once() -> None:
 def test_a_guest_back_in_time_is_not_gone() -> None:
     it, _ = greeted()
     it.lost(ONE, 1.0)
-    it.accepted(TWO, 2.0)
+    it.accepted(TWO, Rank(), 2.0)
     it.frame(TWO, Hello(**(HELLO | {"dst": "P1"})), 2.0)
     assert it.tick(4.0) == []
 
@@ -314,7 +323,7 @@ def membership() -> Membership:
 def test_a_registry_that_does_not_answer_is_forgotten() -> None:
     members = membership()
     for number in range(3):
-        assert members.seek(f"nowhere:{number}", Room(number + 1)) == ()
+        assert members.seek(f"nowhere:{number}", Room(number + 1), None, 0.0) is None
         assert members.failed(f"nowhere:{number}") == [Room(number + 1)]
     assert members.groups == {}
 
@@ -322,18 +331,19 @@ def test_a_registry_that_does_not_answer_is_forgotten() -> None:
 def test_an_endpoint_that_a_registry_no_longer_names_is_forgotten_once_nobody_is_there() -> None:
     members = membership()
     for port in range(1, 4):
-        members.seek("registry:1", Room(port))
+        members.seek("registry:1", Room(port), None, 0.0)
         at = ControlEndpoint("p", port)
         members.known(RouteKnown("registry:1", ((Rank(), at),)), 0.0)
-        assert members.diallers[at].dial_failed("refused", 0.0)
-        members.refused(at)
-    assert list(members.diallers) == [ControlEndpoint("p", 3)]
+        dialler = members.diallers[at, Rank()]
+        assert dialler.dial_failed("refused", 0.0)
+        members.refused(dialler)
+    assert list(members.diallers) == [(ControlEndpoint("p", 3), Rank())]
 
 
 def test_an_endpoint_whose_dial_is_under_way_is_not_forgotten() -> None:
     members = membership()
     for port in range(1, 3):
-        members.seek("registry:1", Room(1))
+        members.seek("registry:1", Room(1), None, 0.0)
         members.groups["registry:1"].looking = True
         members.known(RouteKnown("registry:1", ((Rank(), ControlEndpoint("p", port)),)), 0.0)
     assert [dialler.state for dialler in members.diallers.values()] == [DState.DIALLING] * 2

@@ -58,7 +58,7 @@ def test_every_event_and_action_is_used() -> None:
 
 
 def test_the_client_is_answered_exactly_on_the_way_into_an_end() -> None:
-    before = {R.QUEUED, R.ALLOCATING, R.GRANTED, R.SUCCESS}
+    before = {R.QUEUED, R.ANNOUNCED, R.ALLOCATING, R.GRANTED, R.SUCCESS}
     for (at, event), (to, actions) in RECEIVER.items():
         answers = sum(action in (RA.ANSWER, RA.ANSWER_ROW) for action in actions)
         ends = at in before and to not in before and event is not RE.BATCH

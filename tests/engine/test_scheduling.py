@@ -227,7 +227,7 @@ def test_a_shared_step_lets_go_of_an_aborted_row_between_two_layers(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages may have another owner from then on: nothing of it is written any more, and the others go on."""
-    engine = tiny_engine(tiny, fixed=True)[0]
+    engine, pool = tiny_engine(tiny, fixed=True)
     engine.add(ask("alone", 10, range(8, 16), sampling={"max_tokens": 9}))
     alone = tokens_of(run(engine), "alone")
     for number, rid in enumerate(("a", "b")):
@@ -235,13 +235,12 @@ def test_a_shared_step_lets_go_of_an_aborted_row_between_two_layers(
     outputs = []
     while len(engine._running) < 2:
         outputs += engine.step()
-    assert engine._kv is not None
-    pages = engine._kv._slots[:8]
+    pages = pool[:8]
     dropped: list[Rid] = []
 
     def free(rid: Rid) -> None:
         dropped.append(rid)
-        pages.fill(7.0)
+        pages.fill(7)
 
     engine.on_dropped = free
     feed_forward = LlamaModel._mlp
@@ -255,7 +254,7 @@ def test_a_shared_step_lets_go_of_an_aborted_row_between_two_layers(
     assert [output.rid for output in shared] == ["b"]
     assert dropped == ["a"]
     assert tokens_of(outputs + shared + run(engine), "b") == alone
-    assert np.all(pages == 7.0)
+    assert np.all(pages == 7)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +299,18 @@ def test_a_live_rid_is_not_taken_twice(engine: NumpyEngine) -> None:
 
 def test_a_pool_that_is_too_small_or_read_only_is_refused(engine: NumpyEngine) -> None:
     pool = pool_bytes(engine.model, 2)
-    with pytest.raises(ValueError, match="3 pages need"):
-        engine.attach(pool.data, 3)
+    with pytest.raises(ValueError, match=r"rank 0 of 1 has .* 3 pages need"):
+        engine.attach([pool.data], 3)
     with pytest.raises(ValueError, match="read-only: True"):
-        engine.attach(pool.data.toreadonly(), 2)
+        engine.attach([pool.data.toreadonly()], 2)
+
+
+def test_a_rank_with_heads_needs_a_pool(engine: NumpyEngine) -> None:
+    half = pool_bytes(engine.model, 2, 0, 2)
+    with pytest.raises(ValueError, match="rank 1 of 2 is missing, and the rank holds KV heads 1 to 1"):
+        engine.attach([half.data, None], 2)
+    with pytest.raises(ValueError, match="0 pools hold no KV head"):
+        engine.attach([], 2)
 
 
 def test_what_ended_in_a_step_that_failed_later_is_said_by_the_next(engine: NumpyEngine) -> None:

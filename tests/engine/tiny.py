@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from pdplane.engine.checkpoint import Checkpoint, expected_shapes
 from pdplane.engine.config import LlamaConfig, read_config
 from pdplane.engine.model import LlamaModel
-from pdplane.engine.numpy_engine import NumpyEngine, pool_bytes, spec_of
+from pdplane.engine.numpy_engine import NumpyEngine, attach_pools, spec_of
 from pdplane.engine.safetensors_file import write_float32
 from pdplane.engine.weights import open_weights
 from pdplane.worker.engine import StepOutput
@@ -90,14 +90,18 @@ def tiny_model(folder: Path, *, fixed: bool = False) -> LlamaModel:
 
 def tiny_engine(folder: Path, *, fixed: bool = False, page_size: int = 16, pages: int = 32) -> tuple[NumpyEngine, Any]:
     """An engine with a pool attached, and the pool as [pages, page_bytes]."""
-    model = tiny_model(folder, fixed=fixed)
-    engine = NumpyEngine(model, spec_of(model, name="tiny", weights="w", tokenizer="t", page_size=page_size))
+    engine = bare_engine(folder, fixed=fixed, page_size=page_size)
     return engine, attach(engine, pages)
 
 
+def bare_engine(folder: Path, *, fixed: bool = False, page_size: int = 16) -> NumpyEngine:
+    """An engine without pools."""
+    model = tiny_model(folder, fixed=fixed)
+    return NumpyEngine(model, spec_of(model, name="tiny", weights="w", tokenizer="t", page_size=page_size))
+
+
 def attach(engine: NumpyEngine, pages: int) -> Any:
-    pool = pool_bytes(engine.model, pages).reshape(pages, -1)
-    engine.attach(pool.data.cast("B"), pages)
+    (pool,) = attach_pools(engine, pages)
     return pool
 
 

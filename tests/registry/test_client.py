@@ -9,15 +9,17 @@ import pytest
 from pdplane.core.ids import Rank, Room
 from pdplane.registry.client import (
     NoSuchRank,
+    NotOurRegistry,
     NotRegisteredYet,
     RegistryClient,
     RegistryRefused,
     RegistryUnavailable,
 )
+from pdplane.registry.clients import Clients
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.transport.contract import Endpoint
 
-from .conftest import registration
+from .conftest import registration, spied
 
 
 async def test_prefill_registers_and_decode_finds_it(client: RegistryClient) -> None:
@@ -31,6 +33,41 @@ async def test_prefill_registers_and_decode_finds_it(client: RegistryClient) -> 
 async def test_rooms_cross_the_registry(client: RegistryClient) -> None:
     await client.register_dp_rank(Room(7), 1)
     assert await client.query_dp_ranks([Room(7), Room(8)]) == {Room(7): 1}
+
+
+async def test_many_rooms_cross_in_one_call(client: RegistryClient) -> None:
+    await client.register_dp_ranks({Room(7): 1, Room(8): 0})
+    assert await client.query_dp_ranks([Room(7), Room(8)]) == {Room(7): 1, Room(8): 0}
+
+
+async def test_sglangs_registry_is_told_from_ours() -> None:
+    async with spied(sglang=True) as server, RegistryClient(f"http://{server.address}") as client:
+        for question in (client.status(), client.deregister("p-1"), client.register_dp_ranks({Room(7): 1})):
+            with pytest.raises(NotOurRegistry, match="SGLang's routes alone"):
+                await question
+
+
+async def test_clients_of_many_registries_are_kept_and_bounded() -> None:
+    made: list[str] = []
+
+    def make(address: str) -> RegistryClient:
+        made.append(address)
+        return RegistryClient(f"http://{address}")
+
+    clients = Clients(make, most=2)
+    with clients.of("a"):
+        for address in ("b", "c", "d", "d"):
+            with clients.of(address):
+                pass
+        assert len(clients) == 2
+        with clients.of("a"):
+            pass
+    assert made == ["a", "b", "c", "d"]
+    with clients.of("c"):
+        pass
+    assert made[4:] == ["c"]
+    await clients.close()
+    assert len(clients) == 0
 
 
 async def test_a_prefill_that_has_left_is_not_registered(client: RegistryClient) -> None:

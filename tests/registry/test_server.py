@@ -20,6 +20,17 @@ from .conftest import Clock, registration
 
 INFO = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 RANK = "/route?prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+GROUP = {
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": 16,
+    "kv_cache_dtype": "float32",
+    "follow_bootstrap_room": True,
+    "enable_dsa_cache_layer_split": False,
+    "enable_kv_cache_sharding": False,
+    "decode_allocation_policy": "early",
+}
 INFO_KEYS = {
     *("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room"),
     *("enable_dsa_cache_layer_split", "enable_kv_cache_sharding", "decode_allocation_policy", "prefill_http_port"),
@@ -318,6 +329,14 @@ async def test_serve_says_where_it_is_and_a_cancel_frees_the_port(capsys: pytest
             await http.get(f"{url}/health")
 
 
+@pytest.mark.parametrize(
+    ("host", "token", "open_to_all"),
+    [("127.0.0.1", "", False), ("::1", "", False), ("0.0.0.0", "", True), ("0.0.0.0", "s3cret", False)],
+)
+def test_who_leaves_loopback_without_a_token_is_open_to_all(host: str, token: str, open_to_all: bool) -> None:
+    assert RegistryConfig(host=host, write_token=token).open_to_all is open_to_all
+
+
 async def test_a_taken_port_is_named_with_its_setting(server: RegistryServer) -> None:
     second = RegistryServer(RegistryConfig(port=server.port))
     with pytest.raises(BadSetting, match=f"cannot listen on 127.0.0.1:{server.port}.*--port"):
@@ -334,10 +353,65 @@ async def test_the_status_says_who_is_there_and_who_is_missing(server: RegistryS
         "epoch": 1,
         "instance": "p-1",
         "expected": 2,
-        "registered": [{"rank": [0, 0, 0, 0], "rank_ip": "10.0.0.1", "rank_port": 4000, "instance": "p-1"}],
+        "registered": [
+            {"rank": [0, 0, 0, 0], "rank_ip": "10.0.0.1", "rank_port": 4000, "instance": "p-1", "expires_in_s": None}
+        ],
         "missing": [[0, 0, 1, 0]],
         "rooms": 0,
+        "expired": [],
+        "refused": [],
+        "group": {**dict.fromkeys(INFO_KEYS), **GROUP, "attn_tp_size": 2},
     }
+
+
+async def test_who_has_disagreed_is_in_the_status(server: RegistryServer) -> None:
+    await put(server, attn_tp_size=2)
+    await put(server, attn_tp_size=2, attn_tp_rank=1, decode_allocation_policy="prefill_complete")
+    (refused,) = (await ask(server, "GET", "/v1/registry")).json()["refused"]
+    assert refused["rank"] == [0, 0, 1, 0]
+    assert "is 'prefill_complete', the group registered 'early'" in refused["reason"]
+
+
+async def test_a_rank_that_falls_silent_turns_200_into_503_and_is_named(server: RegistryServer, clock: Clock) -> None:
+    await put(server, pd_ttl_s=15)
+    assert (await ask(server, "GET", RANK)).status_code == 200
+    clock.now += 15
+    assert text(await ask(server, "GET", RANK)) == (
+        503,
+        "Prefill server not fully registered yet (0 workers registered).",
+    )
+    assert (await ask(server, "GET", "/v1/registry")).json()["expired"] == [[0, 0, 0, 0]]
+    await put(server, pd_ttl_s=15)
+    assert (await ask(server, "GET", RANK)).status_code == 200
+
+
+async def test_a_standalone_registry_may_expire_those_that_say_nothing(clock: Clock) -> None:
+    server = RegistryServer(RegistryConfig(port=0, expire_s=30.0), clock)
+    await server.start()
+    await put(server)
+    clock.now += 30
+    assert (await ask(server, "GET", INFO)).status_code == 503
+    await server.stop()
+
+
+async def test_instances_come_and_go_behind_one_address(server: RegistryServer) -> None:
+    for number in range(3):
+        await put(server, pd_instance=f"p-{number}", rank_port=4000 + number, page_size=16 << number)
+        assert (await ask(server, "GET", RANK)).json()["rank_port"] == 4000 + number
+    assert (await put(server, pd_instance="p-0")).status_code == 409
+    assert (await ask(server, "DELETE", "/v1/route", {"pd_instance": "p-1"})).json() == {"removed": 0}
+    status = (await ask(server, "GET", "/v1/registry")).json()
+    assert (status["instance"], status["ready"]) == ("p-2", True)
+
+
+async def test_many_rooms_are_registered_in_one_call_or_none_of_them(server: RegistryServer) -> None:
+    await put(server, attn_dp_size=2)
+    good, bad = {"bootstrap_room": 7, "dp_rank": 1}, {"bootstrap_room": 8, "dp_rank": 2}
+    assert (await ask(server, "POST", "/v1/dp_ranks", {"rooms": [good, bad]})).status_code == 400
+    query = {"bootstrap_rooms": [7, 8]}
+    assert (await ask(server, "POST", "/query_dp_ranks", query)).json() == {}
+    assert text(await ask(server, "POST", "/v1/dp_ranks", {"rooms": [good]})) == (200, "OK")
+    assert (await ask(server, "POST", "/query_dp_ranks", query)).json() == {"7": 1}
 
 
 async def test_an_instance_deregisters(server: RegistryServer) -> None:
@@ -354,6 +428,7 @@ async def test_with_a_write_token_only_its_bearer_writes_and_anyone_reads(clock:
         assert text(await ask(server, "PUT", "/route", body, **headers)) == (401, "Unauthorized")
     room = {"bootstrap_room": 1, "dp_rank": 0}
     assert (await ask(server, "POST", "/register_dp_rank", room)).status_code == 401
+    assert (await ask(server, "POST", "/v1/dp_ranks", {"rooms": [room]})).status_code == 401
     assert (await ask(server, "DELETE", "/v1/route", {"pd_instance": "p"})).status_code == 401
     assert (await ask(server, "PUT", "/route", body, Authorization="Bearer s3cret")).status_code == 200
     assert (await ask(server, "GET", RANK)).status_code == 200

@@ -81,6 +81,7 @@ class FakeWorker:
     port: int = 0
 
     def __post_init__(self) -> None:
+        self.facts: dict[str, Any] = {}  # of its /health
         self.seen: list[Asked] = []
         self.asked: asyncio.Queue[Asked] = asyncio.Queue()
         self.aborts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -142,7 +143,7 @@ class FakeWorker:
 
     async def _answer(self, asked: Asked, reader: asyncio.StreamReader) -> None:
         if asked.path == "/health":
-            asked.reply(self.health, {"status": "x"})
+            asked.reply(self.health, {"status": "x", **self.facts})
         elif asked.path == "/server_info":
             asked.reply(200, {"role": self.role, "model": "m", "bootstrap_port": 8998, **self.info})
         elif asked.path == "/abort_request":

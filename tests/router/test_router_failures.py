@@ -383,9 +383,7 @@ async def test_failures_in_a_row_make_a_worker_avoided_for_a_while_and_never_shu
         await until(lambda: not it.router.pairing.decodes[1].ready)
         it.decodes[0].behaviour = ok
         assert (await it.post({})).status == 200  # the last one left serves, avoided or not
-        ill.avoid_until = 0.0
-        it.router.sweep()
-        assert ill.avoid == ""
+        assert ill.avoid == ""  # and by that it has passed its test
         await it.idle()
 
 

@@ -1,58 +1,48 @@
-"""The checkers by themselves: each rule, kept and broken, on a handful of events and effects."""
+"""The checkers of pages by themselves: each rule, kept and broken, on a handful of events and effects."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from pdplane.core.decode import DecodeNode
-from pdplane.core.effects import AnswerFailed, AnswerRow, ArmGrant, DisarmGrant, Effect, ExtendPages, Note, RunPrefill
-from pdplane.core.errors import client_left
-from pdplane.core.events import LegArrived
-from pdplane.core.frames import PromptId, Row
-from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId, Rank, Rid, Room
-from pdplane.core.node import Limits
-from pdplane.core.prefill import PrefillNode
-from pdplane.core.session import Identity
-from pdplane.sim.checkers import Ends, Pages, Violation, at_rest, conservation
-from pdplane.sim.engine import Work
+from pdplane.core.effects import (
+    ArmGrant,
+    DisarmGrant,
+    Effect,
+    ExtendPages,
+    Lane,
+    Note,
+    RetractEngine,
+    RunDecode,
+    RunPrefill,
+)
+from pdplane.core.frames import Row, Success
+from pdplane.core.ids import GrantNo, Link, MoveNo, PageId, Rank, Rid, Room, Seat
+from pdplane.core.slices import whole_page
+from pdplane.sim.checkers import Pages, Violation
+from pdplane.sim.content import PAGE_BYTES
 from pdplane.sim.plan import plan
-from pdplane.sim.process import STAMP
+from pdplane.sim.rest import at_rest, conservation
 from pdplane.transport.contract import Pair
 from pdplane.transport.memory import Batch
 
+from .watched import Worker, pages, work
+
 ROW = Row(first_token=1, prompt_tokens=4, prompt_digest=b"")
-
-
-class Worker:
-    """A process of which only the name matters."""
-
-    def __init__(self, side: str) -> None:
-        self.side = side
-        self.instance = Instance(f"{side[0]}0#1")
-        self.alive = True
-        me, limits = Identity(self.instance, Rank(), STAMP), Limits(pages=8)
-        self.node = PrefillNode(me, limits) if side == "prefill" else DecodeNode(me, limits, fence=True)
-
-
 D, P = Worker("decode"), Worker("prefill")
-
-
-def pages(*numbers: int) -> tuple[PageId, ...]:
-    return tuple(PageId(number) for number in numbers)
-
-
-def work(name: str, serial: int = 1) -> Work:
-    return Work(Rid(name), Room(5), serial, 4, 2, 2)
+LANE = Lane(Link(Rank(), Seat(P.instance, Rank())), "memory", whole_page(PAGE_BYTES))
 
 
 def batch(grant: int, *pairs: tuple[int, int]) -> Batch:
     moved = tuple(Pair(PageId(src), PageId(dst)) for src, dst in pairs)
-    return Batch(MoveNo(1), GrantNo(grant), P.instance, D.instance, moved, "token", True)
+    src, dst = Seat(P.instance, Rank()), Seat(D.instance, Rank())
+    return Batch(MoveNo(1), GrantNo(grant), src, dst, moved, "token", whole_page(PAGE_BYTES), True, 1)
 
 
 class Watch:
     def __init__(self, *, fence: bool = True) -> None:
-        self.pages = Pages(fence=fence)
+        self.works = {Rid("a"): work("a"), Rid("b"): work("b", serial=2)}
+        self.pages = Pages(self.works, fence=fence)
         self.pending: list[Batch] = []
 
     def see(self, *effects: Effect, who: Worker = D) -> None:
@@ -60,19 +50,23 @@ class Watch:
             self.pages.effect(who, effect, self.pending)
 
     def grant(self, number: int, rid: str, *held: int) -> None:
-        armed = ArmGrant(GrantNo(number), (P.instance,), pages(*held))
-        self.see(Note(Rid(rid), Room(5), "Granted"), armed)
+        self.see(Note(Rid(rid), Room(5), "Granted"), ArmGrant(GrantNo(number), pages(*held), (LANE,)))
+
+    def success(self, number: int, cached_tokens: int = 0) -> None:
+        row = msgspec.structs.replace(ROW, cached_tokens=cached_tokens)
+        success = Success(room=Room(5), grant=GrantNo(number), src=P.instance, dst=D.instance, rank=Rank(), row=row)
+        self.pages.success(P, success, Rank())
 
 
 def test_a_write_under_a_live_grant_is_fine() -> None:
     watch = Watch()
     watch.grant(1, "a", 3, 4)
-    watch.pages.landed(batch(1, (0, 4)), [work("a").tag(1)], {Rid("a"): work("a")})
+    watch.pages.landed(batch(1, (0, 4)), work("a").tag(1))
 
 
 def test_o1_a_write_under_a_grant_that_nobody_gave() -> None:
     with pytest.raises(Violation, match="O1: a write under grant 7"):
-        Watch().pages.landed(batch(7, (0, 3)), [b""], {})
+        Watch().pages.landed(batch(7, (0, 3)), b"")
 
 
 def test_o2_a_page_in_two_grants() -> None:
@@ -100,9 +94,9 @@ def test_o2_a_running_request_grows_into_a_granted_page() -> None:
 def test_o3_a_write_after_the_hand_off_was_taken_as_complete() -> None:
     watch = Watch()
     watch.grant(1, "a", 3)
-    watch.see(Note(Rid("a"), Room(5), "Success"), DisarmGrant(GrantNo(1)))
+    watch.see(Note(Rid("a"), Room(5), "Success"), DisarmGrant(GrantNo(1), Rank(), "memory"))
     with pytest.raises(Violation, match=r"O3: .* taken as complete"):
-        watch.pages.landed(batch(1, (0, 3)), [work("a").tag(0)], {Rid("a"): work("a")})
+        watch.pages.landed(batch(1, (0, 3)), work("a").tag(0))
 
 
 def test_o4_a_write_into_a_free_page() -> None:
@@ -110,7 +104,7 @@ def test_o4_a_write_into_a_free_page() -> None:
     watch.grant(1, "a", 3)
     watch.see(Note(Rid("a"), Room(5), "Gone"))
     with pytest.raises(Violation, match=r"O4: .* page 3, which is free"):
-        watch.pages.landed(batch(1, (0, 3)), [b""], {})
+        watch.pages.landed(batch(1, (0, 3)), b"")
 
 
 def test_o4_an_old_write_into_the_next_requests_page() -> None:
@@ -119,14 +113,14 @@ def test_o4_an_old_write_into_the_next_requests_page() -> None:
     watch.see(Note(Rid("a"), Room(5), "Gone"))
     watch.grant(2, "b", 3)
     with pytest.raises(Violation, match=r"O4: .* under grant 1 landed in page 3 of b"):
-        watch.pages.landed(batch(1, (0, 3)), [b""], {})
+        watch.pages.landed(batch(1, (0, 3)), b"")
 
 
 def test_o4_bytes_of_another_request_under_the_right_grant() -> None:
     watch = Watch()
     watch.grant(1, "a", 3)
     with pytest.raises(Violation, match=r"O4: .* is not its page 0"):
-        watch.pages.landed(batch(1, (0, 3)), [work("b", serial=2).tag(0)], {Rid("a"): work("a")})
+        watch.pages.landed(batch(1, (0, 3)), work("b", serial=2).tag(0))
 
 
 def test_o4_a_page_is_granted_while_a_posted_write_can_land_in_it() -> None:
@@ -149,47 +143,54 @@ def test_o4_prefill_reuses_a_page_that_a_move_still_reads() -> None:
         watch.see(RunPrefill(Rid("b"), pages(6)), who=P)
 
 
-def _ends() -> Ends:
-    ends = Ends(plan(0, pattern="calm"))
-    for who in (D, P):
-        leg = LegArrived(rid=Rid(f"a{who.side[0]}"), room=Room(5), prompt=PromptId(b"", 4), max_new=2, deadline=300.0)
-        ends.event(who, leg, 1.0)
-    return ends
+def test_o2_a_shared_page_is_handed_out_while_a_prompt_reads_it() -> None:
+    watch = Watch()
+    watch.see(RunPrefill(Rid("a"), pages(3, 4), 4 - 4), who=P)
+    watch.see(Note(Rid("a"), Room(5), "Gone"), who=P)
+    watch.works[Rid("a")] = msgspec.structs.replace(work("a"), prompt_tokens=8)
+    watch.see(RunPrefill(Rid("a"), pages(3, 6), 4), who=P)
+    with pytest.raises(Violation, match="O2: p0#1 hands page 3 to b while a shares it"):
+        watch.see(RunPrefill(Rid("b"), pages(3)), who=P)
 
 
-def test_a_second_answer_breaks_the_verdict() -> None:
-    ends = _ends()
-    ends.effect(D, AnswerFailed(Rid("ad"), client_left("decode")), 2.0)
-    with pytest.raises(Violation, match="verdict: d0#1 answers ad a second time"):
-        ends.effect(D, AnswerRow(Rid("ad"), ROW), 3.0)
+def test_o2_a_prompt_shares_a_page_that_another_one_writes() -> None:
+    watch = Watch()
+    watch.see(RunPrefill(Rid("a"), pages(3)), who=P)
+    watch.works[Rid("b")] = msgspec.structs.replace(work("b"), prompt_tokens=8)
+    with pytest.raises(Violation, match="O2: p0#1 lets b share page 3, which a holds"):
+        watch.see(RunPrefill(Rid("b"), pages(3, 4), 4), who=P)
 
 
-def test_a_failure_must_cross_in_time() -> None:
-    ends = _ends()
-    ends.effect(P, AnswerFailed(Rid("ap"), client_left("prefill")), 2.0)
-    ends.crossed(2.0 + ends.bound_s)
-    with pytest.raises(Violation, match=r"crossing: attempt a: one side failed .* ad at d0#1 has not ended"):
-        ends.crossed(2.1 + ends.bound_s)
+def test_o2_pages_are_handed_out_before_the_retracted_request_has_let_go_of_them() -> None:
+    watch = Watch()
+    watch.see(RunDecode(Rid("a"), pages(3), ROW, 2))
+    watch.see(RetractEngine(Rid("a"), pages(3)))
+    with pytest.raises(Violation, match="O2"):
+        watch.grant(1, "b", 3)
+    watch.pages.retracted(D, Rid("a"))
+    watch.grant(2, "b", 3)
 
 
-def test_prefills_good_end_starts_no_clock_for_decode() -> None:
-    ends = _ends()
-    ends.effect(P, AnswerRow(Rid("ap"), ROW), 2.0)
-    ends.crossed(200.0)
+def test_o3_success_may_not_overtake_the_bytes() -> None:
+    watch = Watch()
+    watch.grant(1, "a", 3)
+    with pytest.raises(Violation, match=r"O3: p0#1 says SUCCESS of grant 1 .* where 0 of 1 pages have landed"):
+        watch.success(1)
+    watch.pages.landed(batch(1, (0, 3)), work("a").tag(0))
+    watch.success(1)
 
 
-def test_a_leg_that_never_ends_is_named() -> None:
-    ends = _ends()
-    ends.effect(P, AnswerRow(Rid("ap"), ROW), 2.0)
-    with pytest.raises(Violation, match="end: ad at d0#1 never ended"):
-        ends.all_over()
+def test_cached_tokens_are_those_that_were_shared() -> None:
+    watch = Watch()
+    watch.grant(1, "a", 3)
+    watch.pages.landed(batch(1, (0, 3)), work("a").tag(0))
+    with pytest.raises(Violation, match="cached: p0#1 says 3 of 4 tokens were cached, and shared 0"):
+        watch.success(1, cached_tokens=3)
 
 
-def test_a_room_is_taken_once() -> None:
-    ends = _ends()
-    ends.effect(D, Note(Rid("ad"), Room(5), "Queued"), 1.0)
-    with pytest.raises(Violation, match="room: d0#1 takes b for room 5"):
-        ends.effect(D, Note(Rid("b"), Room(5), "Queued"), 2.0)
+def test_a_prompt_is_never_shared_whole() -> None:
+    with pytest.raises(Violation, match="cached: p0#1 lets a compute nothing"):
+        Watch().see(RunPrefill(Rid("a"), pages(3), 4), who=P)
 
 
 def test_conservation_and_rest_hold_for_an_idle_worker_and_see_a_lost_page() -> None:

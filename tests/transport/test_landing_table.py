@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdplane.core.ids import GrantNo, Instance, PageId
+from pdplane.core.ids import GrantNo, PageId
+from pdplane.core.slices import Slice, Span, whole_page
 from pdplane.transport.landing_table import Claim, LandingTable, Verdict
 
-P = Instance("p-1")
+from .rigs import seat
+
+P, P1, OTHER = seat("p-1"), seat("p-1", 1), seat("p-2")
+WHOLE = whole_page(64)
 G = GrantNo(1)
 
 
@@ -15,8 +19,8 @@ class Desk:
     def __init__(self) -> None:
         self.landed: list[PageId] = []
         self.quiet: list[GrantNo] = []
-        self.table = LandingTable(16, lambda _grant, pages: self.landed.extend(pages), self.quiet.append)
-        self.table.arm(G, P, pages(0, 1, 2, 3))
+        self.table = LandingTable(16, 64, lambda _grant, _peer, pages: self.landed.extend(pages), self.quiet.append)
+        self.table.arm(G, P, pages(0, 1, 2, 3), WHOLE)
 
     def claim(self, *wanted: int) -> Claim:
         claim = self.table.claim(G, P, pages(*wanted))
@@ -101,18 +105,18 @@ def test_an_abandoned_page_can_be_sent_again_and_lands_once() -> None:
 def test_a_cut_peer_lands_nothing_under_old_grants_and_all_under_new_ones() -> None:
     desk = Desk()
     claim = desk.claim(0)
-    desk.table.cut(P)
+    assert desk.table.cut(P.instance)
     assert not desk.table.enter(claim)
     assert desk.table.abandon(claim) is Verdict.CUT
     assert desk.table.claim(G, P, pages(1)) is Verdict.CUT
-    desk.table.arm(GrantNo(2), P, pages(0))
+    desk.table.arm(GrantNo(2), P, pages(0), WHOLE)
     assert isinstance(desk.table.claim(GrantNo(2), P, pages(0)), Claim)
 
 
 def test_a_callback_that_fails_does_not_lose_the_quiet() -> None:
     quiet: list[GrantNo] = []
-    table = LandingTable(16, lambda _grant, _pages: 1 // 0, quiet.append)
-    table.arm(G, P, pages(0, 1))
+    table = LandingTable(16, 64, lambda _grant, _peer, _pages: 1 // 0, quiet.append)
+    table.arm(G, P, pages(0, 1), WHOLE)
     finishing, running = table.claim(G, P, pages(0)), table.claim(G, P, pages(1))
     assert isinstance(finishing, Claim)
     assert isinstance(running, Claim)
@@ -126,3 +130,93 @@ def test_a_callback_that_fails_does_not_lose_the_quiet() -> None:
     assert not table.revoke(G)
     table.leave(running)
     assert quiet == [G]
+
+
+# --- several peers -----------------------------------------------------------------------------------------------
+
+
+def test_a_revoke_is_quiet_when_the_last_peer_has_left() -> None:
+    desk = Desk()
+    desk.table.arm(G, P1, pages(0, 1), WHOLE)
+    ours, theirs = desk.claim(0), desk.table.claim(G, P1, pages(0))
+    assert isinstance(theirs, Claim)
+    assert desk.table.enter(ours)
+    assert desk.table.enter(theirs)
+    assert not desk.table.revoke(G)
+    desk.table.leave(ours)
+    assert desk.quiet == []
+    desk.table.leave(theirs)
+    assert desk.quiet == [G]
+
+
+def test_one_peer_claims_and_lands_what_another_has_claimed_and_landed() -> None:
+    desk = Desk()
+    desk.table.arm(G, P1, pages(0, 1), WHOLE)
+    for peer in (P, P1):
+        claim = desk.table.claim(G, peer, pages(0))
+        assert isinstance(claim, Claim)
+        assert (claim.grant, claim.peer, claim.slice) == (G, peer, WHOLE)
+        assert desk.table.enter(claim)
+        assert desk.table.finish(claim) is Verdict.LANDED
+        assert desk.table.claim(G, peer, pages(0)) is Verdict.REPEATED
+    assert desk.landed == pages(0, 0)
+
+
+def test_another_rank_of_the_same_instance_is_another_peer() -> None:
+    assert Desk().table.claim(G, P1, pages(0)) is Verdict.WRONG_PEER
+
+
+def test_a_cut_instance_loses_all_of_its_ranks_and_no_other_does() -> None:
+    desk = Desk()
+    desk.table.arm(G, P1, pages(0), WHOLE)
+    desk.table.arm(G, OTHER, pages(0), WHOLE)
+    assert desk.table.cut(P.instance)
+    assert desk.table.claim(G, P, pages(0)) is Verdict.CUT
+    assert desk.table.claim(G, P1, pages(0)) is Verdict.CUT
+    assert isinstance(desk.table.claim(G, OTHER, pages(0)), Claim)
+
+
+def test_a_cut_is_no_proof_while_a_read_is_under_way() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    assert not desk.table.cut(P.instance)
+    desk.table.leave(claim)
+    assert desk.table.cut(P.instance)
+
+
+def test_a_peer_that_is_armed_after_the_revoke_lands_nothing() -> None:
+    desk = Desk()
+    assert desk.table.revoke(G)
+    desk.table.arm(G, P1, pages(0), WHOLE)
+    assert desk.table.claim(G, P1, pages(0)) is Verdict.REVOKED
+
+
+# --- slices and verdicts of the transport's own --------------------------------------------------------------------
+
+
+def test_a_frame_must_be_as_long_as_its_slice() -> None:
+    desk = Desk()
+    half = Slice(32, 64, (Span(0, 32, 32, 32, 32, 1),))
+    desk.table.arm(G, P1, pages(0, 1), half)
+    assert desk.table.claim(G, P1, pages(0, 1), 128) is Verdict.MISFIT
+    assert desk.table.discarded == {Verdict.MISFIT: 1}
+    assert isinstance(desk.table.claim(G, P1, pages(0, 1), 64), Claim)
+
+
+def test_pages_that_are_corrupt_have_not_landed_and_may_come_again() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    assert desk.table.finish(claim, Verdict.CORRUPT) is Verdict.CORRUPT
+    assert desk.landed == []
+    assert desk.table.discarded == {Verdict.CORRUPT: 1}
+    desk.claim(0)
+
+
+def test_a_grant_that_ended_meanwhile_matters_more_than_what_the_transport_found() -> None:
+    desk = Desk()
+    claim = desk.claim(0)
+    assert desk.table.enter(claim)
+    desk.table.revoke(G)
+    assert desk.table.finish(claim, Verdict.CORRUPT) is Verdict.REVOKED

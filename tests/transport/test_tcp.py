@@ -6,22 +6,34 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import xxhash
 
-from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId
+from pdplane.core.frames import DataEndpoint
+from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId, Rank, Seat
+from pdplane.core.slices import Slice, Span, whole_page
+from pdplane.transport import checksum
 from pdplane.transport import tcp_frames as frames
-from pdplane.transport.contract import Endpoint, Pair
+from pdplane.transport.checksum import NoChecksum
+from pdplane.transport.contract import Pair
 from pdplane.transport.landing_table import Verdict
-from pdplane.transport.tcp_landing import MAX_UNBOUND, TcpLanding, _Frame
+from pdplane.transport.tcp_landing import MAX_UNBOUND, TcpLanding
 from pdplane.transport.tcp_mover import TcpMover
+from pdplane.transport.tcp_receiver import Frame
+from pdplane.transport.tcp_sender import STAGING_BYTES
 
-from .rigs import PAGE_BYTES, PATIENCE_S, D, P, Rig, Told, content
+from .rigs import PAGE_BYTES, PATIENCE_S, D, P, Rig, Tcp, Told, content, paired, seat
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rig = Rig("tcp")
+    rig = Rig(Tcp())
     yield rig
     rig.close()
+
+
+def tcp_of(rig: Rig) -> TcpLanding:
+    assert isinstance(rig.landing, TcpLanding)
+    return rig.landing
 
 
 class RawPrefill:
@@ -37,16 +49,21 @@ class RawPrefill:
     def __exit__(self, *_: object) -> None:
         self.sock.close()
 
-    def bind(self, src: str = P, dst: str = D, token: str | None = None, page_bytes: int = PAGE_BYTES) -> None:
-        token = self.rig.landing.token if token is None else token
-        self.sock.sendall(frames.encode_bind(frames.Bind(Instance(src), Instance(dst), token, page_bytes)))
+    def bind(
+        self, src: Seat = P, dst: Seat = D, token: str | None = None, page_bytes: int = PAGE_BYTES, version: int = 2
+    ) -> None:
+        token = self.rig.landing.endpoint.token if token is None else token
+        self.version = version
+        self.sock.sendall(frames.encode_bind(frames.Bind(src, dst, token, page_bytes, version)))
 
-    def head(self, seq: int, grant: int, *pages: int) -> None:
-        head = frames.PagesHead(len(pages), seq, GrantNo(grant))
-        self.sock.sendall(frames.encode_pages_head(head, PAGE_BYTES, [PageId(page) for page in pages]))
+    def head(
+        self, seq: int, grant: int, *pages: int, page_bytes: int = PAGE_BYTES, checksum: int | None = None
+    ) -> None:
+        head = frames.PagesHead(len(pages), seq, GrantNo(grant), page_bytes, checksum)
+        self.sock.sendall(frames.encode_pages_head(head, [PageId(page) for page in pages], self.version))
 
     def ack(self) -> tuple[int, Verdict]:
-        return frames.decode_ack(self.sock.recv(frames.ACK_BYTES, socket.MSG_WAITALL))
+        return frames.decode_ack(self.sock.recv(frames.ACK_BYTES, socket.MSG_WAITALL), self.version)
 
     def is_closed_by_decode(self) -> bool:
         try:
@@ -62,29 +79,58 @@ def address_of(rig: Rig) -> tuple[str, int]:
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
-def test_bind_has_these_bytes() -> None:
-    golden = "70646b76010102000200030000100000" + b"p1d1tok".hex()
-    bind = frames.Bind(Instance("p1"), Instance("d1"), "tok", 4096)
+RANKS = "0000000001000000" + "0200030004000500"  # dp, cp, tp, pp of each side
+
+
+@pytest.mark.parametrize(
+    ("bind", "golden"),
+    [
+        (
+            frames.Bind(seat("p1"), seat("d1"), "tok", 4096, version=1),
+            "70646b76010102000200030000100000" + b"p1d1tok".hex(),
+        ),
+        (
+            frames.Bind(Seat(Instance("p1"), Rank(tp=1)), Seat(Instance("d1"), Rank(2, 3, 4, 5)), "tok", 4096),
+            "70646b76020102000200030000100000" + RANKS + b"p1d1tok".hex(),
+        ),
+    ],
+    ids=["version 1", "version 2"],
+)
+def test_bind_has_these_bytes(bind: frames.Bind, golden: str) -> None:
     assert frames.encode_bind(bind).hex() == golden
     raw = bytes.fromhex(golden)
-    lengths = frames.bind_lengths(raw[: frames.BIND_HEAD_BYTES])
-    assert frames.decode_bind(lengths, raw[frames.BIND_HEAD_BYTES :]) == bind
+    head = frames.decode_bind_head(raw[: frames.BIND_HEAD_BYTES])
+    assert head.rest == len(raw) - frames.BIND_HEAD_BYTES
+    assert frames.decode_bind(head, raw[frames.BIND_HEAD_BYTES :]) == bind
 
 
-def test_pages_head_has_these_bytes() -> None:
-    golden = "70646b76010202000010000005000000000000000900000000000000030000002c010000"
-    head = frames.PagesHead(2, 5, GrantNo(9))
-    assert frames.encode_pages_head(head, 4096, [PageId(3), PageId(300)]).hex() == golden
-    raw = bytes.fromhex(golden)
-    assert frames.decode_pages_head(raw[: frames.PAGES_HEAD_BYTES], 4096) == head
-    assert frames.decode_page_ids(raw[frames.PAGES_HEAD_BYTES :]) == [3, 300]
+@pytest.mark.parametrize(
+    ("version", "checksum", "golden"),
+    [
+        (1, None, "70646b7601020200001000000500000000000000090000000000000003000000" + "2c010000"),
+        (2, None, "70646b7602020200001000000500000000000000090000000000000000000000000000000300" + "00002c010000"),
+        (2, 255, "70646b76020402000010000005000000000000000900000000000000ff0000000000000003000000" + "2c010000"),
+    ],
+    ids=["version 1", "version 2", "with a checksum"],
+)
+def test_pages_head_has_these_bytes(version: int, checksum: int | None, golden: str) -> None:
+    head = frames.PagesHead(2, 5, GrantNo(9), 4096, checksum)
+    assert frames.encode_pages_head(head, [PageId(3), PageId(300)], version).hex() == golden
+    raw, size = bytes.fromhex(golden), frames.pages_head_bytes(version)
+    assert frames.decode_pages_head(raw[:size], version) == head
+    assert frames.decode_page_ids(raw[size:]) == [3, 300]
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_ack_has_these_bytes(verdict: Verdict) -> None:
-    golden = f"70646b7601030{verdict.value}000700000000000000"
+    golden = f"70646b7602030{verdict.value}000700000000000000"
     assert frames.encode_ack(7, verdict).hex() == golden
     assert frames.decode_ack(bytes.fromhex(golden)) == (7, verdict)
+
+
+def test_a_mover_of_version_1_is_told_no_verdict_that_it_does_not_know() -> None:
+    assert frames.encode_ack(7, Verdict.CUT, 1).hex() == "70646b76010306000700000000000000"
+    assert frames.decode_ack(frames.encode_ack(7, Verdict.MISFIT, 1), 1) == (7, Verdict.NOT_GRANTED)
 
 
 # --- garbage and half frames -------------------------------------------------------------------------------------
@@ -100,13 +146,13 @@ def bad_bind(**change: object) -> bytes:
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\0" * 64,
-        b"pdkv\x02" + b"\0" * 32,
+        b"pdkv\x03" + b"\0" * 32,
         b"pdkv\x01\x02" + b"\0" * 64,
         b"pdkv\x01\x01" + b"\xff" * 10,
         b"pdkv\x01\x01" + b"\0" * 10,
         bad_bind(),
         bad_bind(token=""),
-        frames.encode_bind(frames.Bind(P, D, "t", 1))[:-3] + b"\xff\xfe\xfd",
+        frames.encode_bind(frames.Bind(P, D, "ttt", 1))[:-3] + b"\xff\xfe\xfd",
     ],
     ids=["http", "zeros", "version", "pages first", "long names", "no name", "wrong token", "no token", "not utf-8"],
 )
@@ -117,34 +163,36 @@ def test_garbage_is_counted_and_closes_that_connection_alone(rig: Rig, first: by
     with RawPrefill(rig) as raw:
         raw.sock.sendall(first)
         assert raw.is_closed_by_decode()
-    assert rig.tcp.bad_frames == 1
+    assert tcp_of(rig).bad_frames == 1
     rig.move(2, 1, [(6, 1)])
     assert rig.told.end_of(2) == ""
 
 
 @pytest.mark.parametrize(
-    ("change", "value"), [("dst", "d-0"), ("page_bytes", 64)], ids=["an earlier instance", "another layout"]
+    ("change", "value"),
+    [("dst", seat("d-0")), ("dst", seat("d-1", 1)), ("page_bytes", 64)],
+    ids=["an earlier instance", "another rank", "another layout"],
 )
 def test_a_bind_to_what_this_is_not_is_refused(rig: Rig, change: str, value: object) -> None:
     with RawPrefill(rig) as raw:
         raw.bind(**{change: value})  # type: ignore[arg-type]
         assert raw.is_closed_by_decode()
-    assert rig.tcp.bad_frames == 1
+    assert tcp_of(rig).bad_frames == 1
 
 
-@pytest.mark.parametrize("kept", [1, 5, frames.PAGES_HEAD_BYTES, frames.PAGES_HEAD_BYTES + 3, 36, 36 + PAGE_BYTES])
+@pytest.mark.parametrize("kept", [1, 5, 36, 36 + 3, 44, 44 + PAGE_BYTES])
 def test_a_prefill_that_dies_inside_a_frame_lands_nothing_and_can_come_back(rig: Rig, kept: int) -> None:
     rig.arm(1, [8, 9])
-    whole = frames.encode_pages_head(frames.PagesHead(2, 1, GrantNo(1)), PAGE_BYTES, [PageId(8), PageId(9)])
-    assert len(whole) == 36
+    whole = frames.encode_pages_head(frames.PagesHead(2, 1, GrantNo(1), PAGE_BYTES), [PageId(8), PageId(9)])
+    assert (frames.pages_head_bytes(2), len(whole)) == (36, 44)
     with RawPrefill(rig) as raw:
         raw.bind()
         raw.sock.sendall((whole + content(3, PAGE_BYTES) + content(4, PAGE_BYTES))[:kept])
         raw.sock.shutdown(socket.SHUT_WR)
         assert raw.is_closed_by_decode()
-    assert rig.tcp.bad_frames == 1
+    assert tcp_of(rig).bad_frames == 1
     assert rig.told.landed == []
-    assert rig.landing.table.discarded == {}  # type: ignore[attr-defined]
+    assert tcp_of(rig).table.discarded == {}
     rig.move(2, 1, [(5, 8), (6, 9)])
     assert rig.told.end_of(2) == ""
     assert rig.has(8, src=5)
@@ -159,7 +207,7 @@ def test_leaving_between_frames_is_no_bad_frame(rig: Rig) -> None:
         assert raw.ack() == (1, Verdict.LANDED)
         raw.sock.shutdown(socket.SHUT_WR)
         assert raw.is_closed_by_decode()
-    assert rig.tcp.bad_frames == 0
+    assert tcp_of(rig).bad_frames == 0
 
 
 @pytest.mark.parametrize(("seq", "count"), [(2, 1), (0, 1), (1, 65)])
@@ -168,7 +216,7 @@ def test_a_frame_out_of_order_or_too_long_closes_the_connection(rig: Rig, seq: i
         raw.bind()
         raw.head(seq, 1, *range(count))
         assert raw.is_closed_by_decode()
-    assert rig.tcp.bad_frames == 1
+    assert tcp_of(rig).bad_frames == 1
 
 
 def test_a_revoke_inside_a_frame_sends_the_rest_to_scratch_and_keeps_the_connection(rig: Rig) -> None:
@@ -201,7 +249,7 @@ def test_a_read_that_fails_in_any_way_does_not_keep_a_revoke_waiting(
     def views(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(_Frame, "page_views", views)
+    monkeypatch.setattr(Frame, "page_views", views)
     rig.arm(7, [1])
     with RawPrefill(rig) as raw:
         raw.bind()
@@ -228,7 +276,7 @@ class FrozenDecode:
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = Endpoint("127.0.0.1", self.listener.getsockname()[1])
+        self.endpoint = DataEndpoint("tcp", host="127.0.0.1", port=self.listener.getsockname()[1], token="t")
 
     def accept(self) -> socket.socket:
         self.listener.settimeout(PATIENCE_S)
@@ -243,7 +291,7 @@ def frozen() -> Iterator[FrozenDecode]:
 
 
 def pairs(count: int) -> list[Pair]:
-    return [Pair(PageId(page), PageId(page)) for page in range(count)]
+    return paired([(page, page) for page in range(count)])
 
 
 def post(rig: Rig, number: int, grant: int = 1) -> None:
@@ -251,26 +299,26 @@ def post(rig: Rig, number: int, grant: int = 1) -> None:
 
 
 def test_cancel_drops_queued_moves_and_lets_begun_ones_run(frozen: FrozenDecode) -> None:
-    rig = Rig("tcp", pages=128, page_bytes=1 << 19)
-    rig.mover.connect(D, frozen.endpoint, "t")
+    rig = Rig(Tcp(), pages=128, page_bytes=1 << 19)
+    rig.mover.connect(D, frozen.endpoint, rig.slice)
     post(rig, 1)  # 64 MiB: more than all socket buffers, so that it is never through
     post(rig, 2)
     post(rig, 3, grant=2)
     with frozen.accept() as conn:
         assert conn.recv(frames.BIND_HEAD_BYTES, socket.MSG_WAITALL)[:4] == frames.MAGIC
-        conn.recv(len(P) + len(D) + 1 + frames.PAGES_HEAD_BYTES, socket.MSG_WAITALL)
+        conn.recv(len("p-1d-1t") + frames.pages_head_bytes(1), socket.MSG_WAITALL)
         rig.mover.cancel(GrantNo(1), D)
         assert rig.told.end_of(2) == "cancelled"
         assert [number for number, _ in rig.told.wrote] == [2]
-        rig.mover.teardown(D)
+        rig.mover.teardown(D.instance)
         assert rig.told.end_of(1) == "torn down"
         assert rig.told.end_of(3) == "torn down"
     rig.close()
 
 
 def test_closing_the_mover_ends_moves_to_a_frozen_peer(frozen: FrozenDecode) -> None:
-    rig = Rig("tcp", pages=128, page_bytes=1 << 17)
-    rig.mover.connect(D, frozen.endpoint, "t")
+    rig = Rig(Tcp(), pages=128, page_bytes=1 << 17)
+    rig.mover.connect(D, frozen.endpoint, rig.slice)
     post(rig, 1)
     with frozen.accept():
         rig.close()
@@ -278,12 +326,12 @@ def test_closing_the_mover_ends_moves_to_a_frozen_peer(frozen: FrozenDecode) -> 
 
 
 def test_a_peer_that_dies_ends_its_moves_and_nobody_elses(frozen: FrozenDecode) -> None:
-    rig = Rig("tcp", pages=128, page_bytes=1 << 17)
-    other = Instance("d-2")
-    rig.mover.connect(other, frozen.endpoint, "t")
+    rig = Rig(Tcp(), pages=128, page_bytes=1 << 17)
+    other = seat("d-2")
+    rig.mover.connect(other, frozen.endpoint, rig.slice)
     rig.mover.move(MoveNo(1), GrantNo(1), other, pairs(128))
     frozen.accept().close()
-    assert rig.told.end_of(1).startswith("peer d-2 at 127.0.0.1")
+    assert rig.told.end_of(1).startswith(f"peer {other} at 127.0.0.1")
     rig.arm(1, range(128))
     post(rig, 2)
     assert rig.told.end_of(2) == ""
@@ -294,13 +342,13 @@ def test_a_peer_that_dies_ends_its_moves_and_nobody_elses(frozen: FrozenDecode) 
     "answer",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        frames.encode_ack(2, Verdict.LANDED),
+        frames.encode_ack(2, Verdict.LANDED, 1),
         b"pdkv\x01\x03\x63\0" + b"\1" + b"\0" * 7,
     ],
     ids=["http", "ack of an unsent frame", "unknown verdict"],
 )
 def test_a_decode_that_answers_nonsense_ends_the_connection(frozen: FrozenDecode, rig: Rig, answer: bytes) -> None:
-    rig.mover.connect(D, frozen.endpoint, "t")
+    rig.mover.connect(D, frozen.endpoint, rig.slice)
     rig.move(1, 1, [(0, 0)])
     with frozen.accept() as conn:
         conn.sendall(answer)
@@ -308,11 +356,11 @@ def test_a_decode_that_answers_nonsense_ends_the_connection(frozen: FrozenDecode
 
 
 def test_a_new_endpoint_of_the_same_peer_ends_what_went_to_the_old_one(frozen: FrozenDecode, rig: Rig) -> None:
-    rig.mover.connect(D, frozen.endpoint, "t")
+    rig.mover.connect(D, frozen.endpoint, rig.slice)
     rig.move(1, 1, [(0, 0)])
     with frozen.accept():
-        rig.mover.connect(D, rig.landing.endpoint, rig.landing.token)
-        assert rig.told.end_of(1) == "peer d-1 has another endpoint now"
+        rig.connect()
+        assert rig.told.end_of(1) == f"peer {D} has another endpoint now"
     rig.arm(1, [0])
     rig.move(2, 1, [(0, 0)])
     assert rig.told.end_of(2) == ""
@@ -336,8 +384,8 @@ def test_a_completion_callback_that_fails_does_not_stop_the_mover(rig: Rig, capl
         told.on_wrote(number, error)
         raise RuntimeError("mine")
 
-    mover = TcpMover(Instance("p-9"), rig.source, on_wrote)
-    mover.connect(D, rig.landing.endpoint, rig.landing.token)
+    mover = TcpMover(seat("p-9"), rig.source, on_wrote)
+    mover.connect(D, rig.landing.endpoint, rig.slice)
     for number in (1, 2):
         mover.move(MoveNo(number), GrantNo(9), D, pairs(1))
         assert told.end_of(number) == "discarded: unknown grant"
@@ -371,8 +419,206 @@ def test_an_address_of_another_host_is_named(rig: Rig) -> None:
         listening(rig, host="192.0.2.1")
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint("a..b", 1), Endpoint("127.0.0.1", 99_999), Endpoint("127.0.0.1", -1)])
-def test_an_impossible_endpoint_ends_the_move(rig: Rig, endpoint: Endpoint) -> None:
-    rig.mover.connect(D, endpoint, "t")
+@pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("127.0.0.1", 99_999), ("127.0.0.1", -1)])
+def test_an_impossible_endpoint_ends_the_move(rig: Rig, host: str, port: int) -> None:
+    rig.mover.connect(D, DataEndpoint("tcp", host=host, port=port, token="t"), rig.slice)
     rig.move(1, 1, [(0, 0)])
-    assert rig.told.end_of(1).startswith(f"peer d-1 at {endpoint.host}:{endpoint.port} is gone")
+    assert rig.told.end_of(1).startswith(f"peer {D} at {host}:{port} is gone")
+
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_of_version_1_is_read(rig: Rig) -> None:
+    rig.arm(1, [8])
+    with RawPrefill(rig) as raw:
+        raw.bind(version=1)
+        raw.head(1, 1, 8)
+        raw.sock.sendall(content(3, PAGE_BYTES))
+        assert raw.ack() == (1, Verdict.LANDED)
+        raw.head(2, 1, 7)
+        raw.sock.sendall(content(3, PAGE_BYTES))
+        assert raw.ack() == (2, Verdict.NOT_GRANTED)
+    assert rig.has(8, src=3)
+    assert rig.untouched(7)
+
+
+def test_a_connection_keeps_to_the_version_of_its_bind(rig: Rig) -> None:
+    with RawPrefill(rig) as raw:
+        raw.bind(version=1)
+        raw.version = 2
+        raw.head(1, 1, 8)
+        assert raw.is_closed_by_decode()
+    assert tcp_of(rig).bad_frames == 1
+
+
+LOWER = Slice(PAGE_BYTES, PAGE_BYTES, (Span(0, 0, 64, 128, 128, PAGE_BYTES // 128),))
+"""The first 64 of every 128 bytes."""
+UPPER = Slice(PAGE_BYTES, PAGE_BYTES, (Span(64, 64, 64, 128, 128, PAGE_BYTES // 128),))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "slice_", "version"),
+    [
+        (P, D, whole_page(PAGE_BYTES), 1),
+        (P, D, LOWER, 2),
+        (seat("p-1", 1), D, whole_page(PAGE_BYTES), 2),
+        (P, seat("d-1", 1), whole_page(PAGE_BYTES), 2),
+    ],
+    ids=["whole pages of single ranks", "slices", "a rank of prefill", "a rank of decode"],
+)
+def test_a_mover_speaks_the_lowest_version_that_says_it(
+    frozen: FrozenDecode, rig: Rig, src: Seat, dst: Seat, slice_: Slice, version: int
+) -> None:
+    mover = TcpMover(src, rig.source, rig.told.on_wrote)
+    mover.connect(dst, frozen.endpoint, slice_)
+    mover.move(MoveNo(1), GrantNo(1), dst, pairs(1))
+    with frozen.accept() as conn:
+        head = frames.decode_bind_head(conn.recv(frames.BIND_HEAD_BYTES, socket.MSG_WAITALL))
+        bind = frames.decode_bind(head, conn.recv(head.rest, socket.MSG_WAITALL))
+        assert bind == frames.Bind(src, dst, "t", PAGE_BYTES, version)
+        mover.close()
+
+
+# --- slices ------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_whose_length_is_not_its_slices_is_refused_and_the_connection_goes_on(rig: Rig) -> None:
+    rig.landing.arm(GrantNo(1), P, [PageId(8)], LOWER)
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        for seq, size in enumerate((PAGE_BYTES, 1, PAGE_BYTES // 2 - 1), start=1):
+            raw.head(seq, 1, 8, page_bytes=size)
+            raw.sock.sendall(bytes(size))
+            assert raw.ack() == (seq, Verdict.MISFIT)
+        raw.head(4, 1, 8, page_bytes=PAGE_BYTES // 2)
+        raw.sock.sendall(b"\x01" * (PAGE_BYTES // 2))
+        assert raw.ack() == (4, Verdict.LANDED)
+    assert tcp_of(rig).table.discarded == {Verdict.MISFIT: 3}
+    assert rig.target.page(PageId(8)) == (b"\x01" * 64 + b"\xee" * 64) * (PAGE_BYTES // 128)
+
+
+@pytest.mark.parametrize("size", [0, PAGE_BYTES + 1, 2**32 - 1])
+def test_a_frame_of_pages_that_cannot_be_this_pools_ends_its_connection_alone(rig: Rig, size: int) -> None:
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, page_bytes=size)
+        assert raw.is_closed_by_decode()
+    assert tcp_of(rig).bad_frames == 1
+    rig.arm(1, [8])
+    rig.move(1, 1, [(0, 8)])
+    assert rig.told.end_of(1) == ""
+
+
+def test_a_revoke_inside_a_frame_that_is_staged_leaves_the_pages_alone(rig: Rig) -> None:
+    rig.landing.arm(GrantNo(1), P, [PageId(8), PageId(9)], LOWER)
+    rig.arm(2, [10])
+    half = content(3, PAGE_BYTES // 2)
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, 9, page_bytes=PAGE_BYTES // 2)
+        raw.sock.sendall(half)
+        assert rig.landing.revoke(GrantNo(1))
+        raw.sock.sendall(half)
+        assert raw.ack() == (1, Verdict.REVOKED)
+        raw.head(2, 2, 10)
+        raw.sock.sendall(content(5, PAGE_BYTES))
+        assert raw.ack() == (2, Verdict.LANDED)
+    assert rig.untouched(8)
+    assert rig.untouched(9)
+    assert rig.has(10, src=5)
+
+
+def test_a_prefill_that_dies_inside_a_staged_frame_lands_nothing_and_can_come_back(rig: Rig) -> None:
+    rig.landing.arm(GrantNo(1), P, [PageId(8)], LOWER)
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, page_bytes=PAGE_BYTES // 2)
+        raw.sock.sendall(bytes(100))
+        raw.sock.shutdown(socket.SHUT_WR)
+        assert raw.is_closed_by_decode()
+    assert rig.untouched(8)
+    rig.mover.connect(D, rig.landing.endpoint, LOWER)
+    rig.move(1, 1, [(5, 8)])
+    assert rig.told.end_of(1) == ""
+    assert rig.target.page(PageId(8))[:64] == content(5, 64)
+
+
+def test_frames_that_are_staged_are_no_longer_than_the_staging() -> None:
+    page = 3 << 20
+    rig = Rig(Tcp(), pages=4, page_bytes=page)
+    rig.slice = Slice(page, page, (Span(0, 0, 2 << 10, 3 << 10, 3 << 10, 1 << 10),))
+    assert 2 * rig.slice.size_bytes == STAGING_BYTES
+    rig.connect()
+    rig.arm(1, range(4))
+    rig.move(1, 1, [(0, 3), (1, 2), (2, 1), (3, 0)])
+    assert rig.told.end_of(1) == ""
+    assert rig.told.pages_of(1) == [3, 2, 1, 0]
+    for src, dst in enumerate((3, 2, 1, 0)):
+        here, there = bytes(rig.target.page(PageId(dst))), bytes(rig.source.page(PageId(src)))
+        assert all(here[at : at + 2048] == there[at : at + 2048] for at in range(0, page, 3072))
+        assert all(here[at + 2048 : at + 3072] == b"\xee" * 1024 for at in range(0, page, 3072))
+    rig.close()
+
+
+def test_another_slice_for_the_same_endpoint_is_another_connection(rig: Rig) -> None:
+    rig.landing.arm(GrantNo(1), P, [PageId(8)], LOWER)
+    rig.landing.arm(GrantNo(2), P, [PageId(8)], UPPER)
+    for number, slice_ in enumerate((LOWER, UPPER), start=1):
+        rig.mover.connect(D, rig.landing.endpoint, slice_)
+        rig.move(number, number, [(5, 8)])
+        assert rig.told.end_of(number) == ""
+    assert rig.has(8, src=5)
+
+
+# --- checksums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_", [whole_page(PAGE_BYTES), LOWER], ids=["whole", "staged"])
+def test_what_the_wire_has_changed_is_corrupt_and_not_landed(rig: Rig, slice_: Slice) -> None:
+    rig.landing.arm(GrantNo(1), P, [PageId(8), PageId(9)], slice_)
+    data = bytearray(content(1, 2 * slice_.size_bytes))
+    digest = xxhash.xxh3_64_intdigest(data)
+    data[-1] ^= 1
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, 9, page_bytes=slice_.size_bytes, checksum=digest)
+        raw.sock.sendall(data)
+        assert raw.ack() == (1, Verdict.CORRUPT)
+        assert rig.told.landed == []
+        data[-1] ^= 1
+        raw.head(2, 1, 8, 9, page_bytes=slice_.size_bytes, checksum=digest)
+        raw.sock.sendall(data)
+        assert raw.ack() == (2, Verdict.LANDED)
+    assert rig.told.pages_of(1) == [8, 9]
+
+
+def test_a_revoke_matters_more_than_a_checksum(rig: Rig) -> None:
+    rig.arm(1, [8])
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, checksum=1)
+        assert rig.landing.revoke(GrantNo(1))
+        raw.sock.sendall(bytes(PAGE_BYTES))
+        assert raw.ack() == (1, Verdict.REVOKED)
+
+
+def test_without_the_extra_a_mover_that_should_check_is_refused_with_its_name(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum, "AVAILABLE", False)
+    with pytest.raises(NoChecksum, match=r"pdplane\[checksum\]"):
+        TcpMover(P, rig.source, rig.told.on_wrote, checksum=True)
+
+
+def test_without_the_extra_a_landing_lands_nothing_that_it_cannot_check(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checksum, "AVAILABLE", False)
+    rig.arm(1, [8])
+    with RawPrefill(rig) as raw:
+        raw.bind()
+        raw.head(1, 1, 8, checksum=1)
+        assert raw.is_closed_by_decode()
+    assert "pdplane[checksum]" in caplog.text
+    assert rig.untouched(8)

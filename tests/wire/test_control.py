@@ -15,12 +15,14 @@ from pdplane.core.frames import (
     Abort,
     Announce,
     Beat,
+    DataEndpoint,
     Drained,
     Failed,
     Frame,
     Grant,
     Hello,
     PromptId,
+    Ready,
     Received,
     Reject,
     Row,
@@ -28,9 +30,19 @@ from pdplane.core.frames import (
     TopLogprob,
     Welcome,
 )
-from pdplane.core.ids import MAX_ROOM, GrantNo, Instance, PageId, Rank, Room
+from pdplane.core.ids import MAX_ROOM, GrantNo, Instance, PageId, Rank, Room, Shape
 from pdplane.core.layout import LayoutGroup, Stamp
-from pdplane.wire.control import KINDS, MAX_FRAME_BYTES, BadFrame, FrameReader, UnknownKind, encode
+from pdplane.wire.control import (
+    KINDS,
+    MAX_ENDPOINTS,
+    MAX_FRAME_BYTES,
+    MAX_LINKS,
+    MAX_SHAPE,
+    BadFrame,
+    FrameReader,
+    UnknownKind,
+    encode,
+)
 
 P, D = Instance("p1"), Instance("d1")
 STAMP = Stamp(
@@ -40,27 +52,42 @@ STAMP = Stamp(
     page_size=16,
     page_bytes=64,
     kv_dtype="f32",
-    groups=(LayoutGroup("kv", 4, (0,), "f32"),),
+    groups=(LayoutGroup("kv", 4, (0,), "f32", parts=2, heads=1),),
+    protocol_max=2,
 )
 WHO: dict[str, Any] = {"room": Room(7), "grant": GrantNo(3), "src": P, "dst": D, "rank": Rank()}
 STAMP_HEX = (
-    "a57374616d7089a56d6f64656ca16da777656967687473a177a9746f6b656e697a6572a16ba9706167655f73697a6510aa706167655f62797465"
-    "7340a86b765f6474797065a3663332a667726f7570739184a46e616d65a26b76a9726f775f627974657304a66c61796572739100a56474797065"
-    "a3663332a6706f6c696379a56561726c79a870726f746f636f6c01"
+    "a57374616d708ba56d6f64656ca16da777656967687473a177a9746f6b656e697a6572a16ba9706167655f73697a6510aa706167655f62797465"
+    "7340a86b765f6474797065a3663332a667726f7570739186a46e616d65a26b76a9726f775f627974657304a66c61796572739100a56474797065"
+    "a3663332a5706172747302a5686561647301a6706f6c696379a56561726c79a870726f746f636f6c01ac70726f746f636f6c5f6d696e01"
+    "ac70726f746f636f6c5f6d617802"
 )
 WHO_HEX = "a4726f6f6d07a56772616e7403a3737263a27031a3647374a26431a472616e6b9400000000"
 
 GOLDEN: list[tuple[Frame, str]] = [
     (
-        Hello(D, P, Rank(), STAMP, data_host="::1", data_port=9, data_token="t", secret="s"),
-        f"fc000000018ba174a568656c6c6fa3737263a26431a3647374a27031a472616e6b9400000000{STAMP_HEX}"
-        "ac70726f746f636f6c5f6d696e01ac70726f746f636f6c5f6d617801a9646174615f686f7374a33a3a31a9646174615f706f727409"
-        "aa646174615f746f6b656ea174a6736563726574a173",
+        Hello(
+            D,
+            P,
+            Rank(tp=1),
+            STAMP,
+            protocol_max=2,
+            data_host="::1",
+            data_port=9,
+            data_token="t",
+            secret="s",
+            shape=Shape(tp=2),
+            data=(DataEndpoint("shm", "h", "/x", 0, "u"), DataEndpoint("tcp", "", "::1", 9, "t")),
+        ),
+        f"51010000018da174a568656c6c6fa3737263a26431a3647374a27031a472616e6b9400000100{STAMP_HEX}"
+        "ac70726f746f636f6c5f6d696e01ac70726f746f636f6c5f6d617802a9646174615f686f7374a33a3a31a9646174615f706f727409"
+        "aa646174615f746f6b656ea174a6736563726574a173a573686170659401010201"
+        "a4646174619295a373686da168a22f7800a17595a3746370a0a33a3a3109a174",
     ),
     (
-        Welcome(P, D, Rank(tp=1), STAMP),
-        f"bd0000000186a174a777656c636f6d65a3737263a27031a3647374a26431a472616e6b9400000100{STAMP_HEX}"
-        "a870726f746f636f6c01",
+        Welcome(P, D, Rank(tp=1), STAMP, 2, Shape(tp=2), "shm"),
+        f"000100000188a174a777656c636f6d65a3737263a27031a3647374a26431a472616e6b9400000100{STAMP_HEX}"
+        "a870726f746f636f6c02a573686170659401010201a9646174615f6b696e64a373686d",
     ),
     (
         Reject(P, Cause("stale", "no")),
@@ -73,15 +100,22 @@ GOLDEN: list[tuple[Frame, str]] = [
     ),
     (Announce(**WHO), f"3f0000000187a174a8616e6e6f756e6365{WHO_HEX}a6706f6c696379a56561726c79"),
     (
-        Grant(**WHO, pages=(PageId(1), PageId(300)), prompt=PromptId(b"\1\2", 20), time_left_s=1.5),
-        f"5c0000000189a174a56772616e74{WHO_HEX}a570616765739201cd012ca670726f6d707492c402010214"
-        "ab74696d655f6c6566745f73cb3ff8000000000000",
+        Grant(
+            **WHO,
+            pages=(PageId(1), PageId(300)),
+            prompt=PromptId(b"\1\2", 20),
+            time_left_s=1.5,
+            links=((Rank(), Rank()), (Rank(), Rank(tp=1))),
+        ),
+        f"79000000018aa174a56772616e74{WHO_HEX}a570616765739201cd012ca670726f6d707492c402010214"
+        "ab74696d655f6c6566745f73cb3ff8000000000000a56c696e6b739292940000000094000000009294000000009400000100",
     ),
     (
         Abort(**WHO, cause=Cause("aborted", "x", 499)),
         f"570000000187a174a561626f7274{WHO_HEX}a5636175736583a4636f6465a761626f72746564a76d657373616765a178"
         "a6737461747573cd01f3",
     ),
+    (Ready(**WHO, held_s=1.5), f"3f0000000187a174a57265616479{WHO_HEX}a668656c645f73cb3ff8000000000000"),
     (Received(**WHO), f"320000000186a174a87265636569766564{WHO_HEX}"),
     (
         Success(**WHO, row=Row(5, 20, b"\1\2", 0, -0.5, (TopLogprob(5, -0.5),), "stop")),
@@ -113,11 +147,66 @@ def test_no_kind_is_without_golden_bytes() -> None:
     assert {kind_of(frame) for frame, _ in GOLDEN} == KINDS
 
 
+# --- a peer of protocol 1 ---------------------------------------------------------------------------------------
+# Frames as it writes them. The other kinds have not changed: GOLDEN has them.
+
+STAMP_1 = msgspec.structs.replace(STAMP, groups=(LayoutGroup("kv", 4, (0,), "f32"),), protocol_max=1)
+STAMP_1_HEX = (
+    "a57374616d7089a56d6f64656ca16da777656967687473a177a9746f6b656e697a6572a16ba9706167655f73697a6510aa706167655f62797465"
+    "7340a86b765f6474797065a3663332a667726f7570739184a46e616d65a26b76a9726f775f627974657304a66c61796572739100a56474797065"
+    "a3663332a6706f6c696379a56561726c79a870726f746f636f6c01"
+)
+
+GOLDEN_1: list[tuple[Frame, str]] = [
+    (
+        Hello(D, P, Rank(), STAMP_1, 1, 1, "::1", 9, "t", "s", shape=Shape(), data=()),
+        f"fc000000018ba174a568656c6c6fa3737263a26431a3647374a27031a472616e6b9400000000{STAMP_1_HEX}"
+        "ac70726f746f636f6c5f6d696e01ac70726f746f636f6c5f6d617801a9646174615f686f7374a33a3a31a9646174615f706f727409"
+        "aa646174615f746f6b656ea174a6736563726574a173",
+    ),
+    (
+        Welcome(P, D, Rank(), STAMP_1, 1, Shape(), "tcp"),
+        f"bd0000000186a174a777656c636f6d65a3737263a27031a3647374a26431a472616e6b9400000000{STAMP_1_HEX}"
+        "a870726f746f636f6c01",
+    ),
+    (
+        Grant(**WHO, pages=(PageId(1), PageId(300)), prompt=PromptId(b"\1\2", 20), time_left_s=1.5, links=()),
+        f"5c0000000189a174a56772616e74{WHO_HEX}a570616765739201cd012ca670726f6d707492c402010214"
+        "ab74696d655f6c6566745f73cb3ff8000000000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("frame", "golden"), GOLDEN_1, ids=[kind_of(frame) for frame, _ in GOLDEN_1])
+def test_what_protocol_1_writes_means_one_rank_and_tcp(frame: Frame, golden: str) -> None:
+    assert FrameReader().feed(bytes.fromhex(golden)) == [frame]
+
+
+def within(before: object, now: object) -> bool:
+    """All that `before` says, at any depth, `now` says too."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(key in now and within(value, now[key]) for key, value in before.items())
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(within, before, now))
+    return before == now
+
+
+@pytest.mark.parametrize(("frame", "golden"), GOLDEN_1, ids=[kind_of(frame) for frame, _ in GOLDEN_1])
+def test_what_we_write_still_says_all_that_protocol_1_reads(frame: Frame, golden: str) -> None:
+    before, now = (msgspec.msgpack.decode(raw[5:]) for raw in (bytes.fromhex(golden), encode(frame)))
+    assert within(before, now)
+    assert not within(now, before)
+
+
 # --- round trips ------------------------------------------------------------------------------------------------
 
 names = st.text(max_size=12).map(Instance)
 counts = st.integers(0, 2**31)
-ranks = st.builds(Rank, *([st.integers(0, 64)] * 4))
+places = st.integers(0, MAX_SHAPE - 1)
+ranks = st.builds(Rank, places, places, places, places)
+ports = st.integers(0, 65_535)
+endpoints = st.builds(DataEndpoint, st.sampled_from(["tcp", "shm"]), names, names, ports, names)
+whole_group = Shape(MAX_SHAPE, MAX_SHAPE, MAX_SHAPE, MAX_SHAPE)
 causes = st.builds(Cause, st.text(max_size=9), st.text(max_size=30), st.integers(400, 599), st.booleans())
 rows = st.builds(
     Row,
@@ -136,19 +225,31 @@ identity = {
     "rank": ranks,
 }
 frames: st.SearchStrategy[Frame] = st.one_of(
-    st.builds(Hello, names, names, ranks, st.just(STAMP), data_host=st.text(max_size=9), data_port=counts),
-    st.builds(Welcome, names, names, ranks, st.just(STAMP)),
+    st.builds(
+        Hello,
+        names,
+        names,
+        ranks,
+        st.just(STAMP),
+        data_host=st.text(max_size=9),
+        data_port=ports,
+        shape=st.just(whole_group),
+        data=st.lists(endpoints, max_size=MAX_ENDPOINTS).map(tuple),
+    ),
+    st.builds(Welcome, names, names, ranks, st.just(STAMP), shape=st.just(whole_group), data_kind=st.just("shm")),
     st.builds(Reject, names, causes),
     st.builds(Beat, names, st.floats(0, 1e6), counts, counts, st.dictionaries(st.integers(1, MAX_ROOM), counts)),
     st.builds(Announce, **identity),
     st.builds(
         Grant,
-        **identity,
+        **{**identity, "rank": st.just(Rank(tp=3))},
+        links=st.lists(ranks, max_size=4, unique=True).map(lambda theirs: tuple((Rank(tp=3), rank) for rank in theirs)),
         pages=st.lists(counts.map(PageId), max_size=40).map(tuple),
         prompt=st.builds(PromptId, st.binary(max_size=16), counts),
         time_left_s=st.floats(0, 1e6),
     ),
     st.builds(Abort, **identity, cause=causes),
+    st.builds(Ready, **identity, held_s=st.floats(0, 1e6)),
     st.builds(Received, **identity),
     st.builds(Success, **identity, row=rows),
     st.builds(Failed, **identity, cause=causes),
@@ -231,6 +332,8 @@ def test_a_half_frame_waits_and_is_visible_as_such() -> None:
         (drained_with(room=2**63), f"room {2**63}"),
         (drained_with(grant=-1), "grant -1"),
         (drained_with(rank=[0, "x", 0, 0]), "'drained' is malformed"),
+        (drained_with(rank=[0, 0, MAX_SHAPE, 0]), f"rank dp0cp0tp{MAX_SHAPE}pp0"),
+        (drained_with(rank=[-1, 0, 0, 0]), "rank dp-1cp0tp0pp0"),
     ],
 )
 def test_a_bad_frame_is_refused_by_name(stream: bytes, named: str) -> None:
@@ -242,6 +345,87 @@ def test_a_grant_whose_time_left_is_no_number_is_refused() -> None:
     grant = Grant(**WHO, pages=(), prompt=PromptId(b"", 0), time_left_s=float("nan"))
     with pytest.raises(BadFrame, match="time left nan"):
         FrameReader().feed(encode(grant))
+
+
+@pytest.mark.parametrize("held_s", [-0.5, float("nan"), float("inf")])
+def test_a_ready_whose_term_is_no_time_is_refused(held_s: float) -> None:
+    with pytest.raises(BadFrame, match=f"held for {held_s}"):
+        FrameReader().feed(encode(Ready(**WHO, held_s=held_s)))
+
+
+def links_of(*pairs: tuple[Rank, Rank]) -> Grant:
+    return Grant(**WHO, pages=(), prompt=PromptId(b"", 0), time_left_s=1.0, links=pairs)
+
+
+@pytest.mark.parametrize(
+    ("grant", "named"),
+    [
+        (links_of(*((Rank(), Rank(tp=tp)) for tp in range(MAX_LINKS + 1))), f"{MAX_LINKS + 1} links, the most is"),
+        (links_of((Rank(), Rank()), (Rank(), Rank())), "names a link twice"),
+        (links_of((Rank(tp=1), Rank())), "none of them is this rank's"),
+        (links_of((Rank(), Rank(tp=-1))), "rank dp0cp0tp-1pp0"),
+        (links_of((Rank(pp=MAX_SHAPE), Rank())), f"rank dp0cp0tp0pp{MAX_SHAPE}"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(grant: Grant, named: str) -> None:
+    with pytest.raises(BadFrame, match=named):
+        FrameReader().feed(encode(grant))
+
+
+def test_links_that_are_not_pairs_are_refused() -> None:
+    body = msgspec.to_builtins(links_of()) | {"prompt": [b"", 0], "links": [[[0, 0, 0, 0]]]}
+    with pytest.raises(BadFrame, match="'grant' is malformed"):
+        FrameReader().feed(framed(body))
+
+
+ONE = DataEndpoint("tcp", "", "::1", 9, "t")
+
+
+def offer(**fields: object) -> Hello:
+    return Hello(D, P, Rank(), STAMP, **fields)  # type: ignore[arg-type]
+
+
+def with_endpoint(**fields: object) -> Hello:
+    return offer(data=(ONE, msgspec.structs.replace(ONE, **fields)))
+
+
+@pytest.mark.parametrize(
+    ("hello", "named"),
+    [
+        (offer(data=(ONE,) * (MAX_ENDPOINTS + 1)), "17 data endpoints, the most is 16"),
+        (with_endpoint(kind=""), "names no kind"),
+        (with_endpoint(kind="k" * 33), "data kind 'kkkk"),
+        (with_endpoint(where="w" * 256), "data where 'wwww"),
+        (with_endpoint(host="h" * 256), "data host 'hhhh.* has 256 characters, the most is 255"),
+        (with_endpoint(token="secret" * 50), "data token has 300 characters"),
+        (with_endpoint(port=65_536), "data port 65536"),
+        (with_endpoint(port=-1), "data port -1"),
+        (offer(data_port=65_536), "data port 65536"),
+        (offer(data_host="h" * 256), "data host 'hhhh"),
+        (offer(data_token="secret" * 50), "data token has 300 characters"),
+        (offer(shape=Shape(tp=0)), r"shape \(dp 1, cp 1, tp 0, pp 1\)"),
+        (offer(shape=Shape(dp=MAX_SHAPE + 1)), f"shape .dp {MAX_SHAPE + 1}"),
+        (Hello(D, P, Rank(tp=2), STAMP, shape=Shape(tp=2)), "rank dp0cp0tp2pp0 is not one of a group of shape"),
+        (Hello(D, P, Rank(cp=-1), STAMP), "rank dp0cp-1tp0pp0"),
+    ],
+)
+def test_a_hello_that_cannot_be_is_refused(hello: Hello, named: str) -> None:
+    with pytest.raises(BadFrame, match=named) as raised:
+        FrameReader().feed(encode(hello))
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("welcome", "named"),
+    [
+        (Welcome(P, D, Rank(tp=1), STAMP), "rank dp0cp0tp1pp0 is not one of a group of shape"),
+        (Welcome(P, D, Rank(), STAMP, shape=Shape(pp=-1)), "pp -1"),
+        (Welcome(P, D, Rank(), STAMP, data_kind="k" * 33), "data kind 'kkkk"),
+    ],
+)
+def test_a_welcome_that_cannot_be_is_refused(welcome: Welcome, named: str) -> None:
+    with pytest.raises(BadFrame, match=named):
+        FrameReader().feed(encode(welcome))
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

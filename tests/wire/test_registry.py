@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pdplane.core.ids import Rank
+from pdplane.core.ids import Rank, Shape
 from pdplane.wire import registry as wire
 from pdplane.wire.registry import BadBody, PrefillRegistration, PrefillServerInfo, RankEndpoint
 
@@ -16,7 +16,7 @@ PUT = (
     b'"page_size":16,"kv_cache_dtype":"float32","kv_layout":null,"dsv41_spec_layout":null,'
     b'"load_balance_method":"follow_bootstrap_room","enable_dsa_cache_layer_split":false,'
     b'"enable_kv_cache_sharding":false,"prefill_http_port":30000,"decode_allocation_policy":"early",'
-    b'"pd_instance":"p-1"}'
+    b'"pd_instance":"p-1","pd_ttl_s":15.0}'
 )
 REGISTRATION = PrefillRegistration(
     attn_tp_size=4,
@@ -35,6 +35,7 @@ REGISTRATION = PrefillRegistration(
     kv_cache_dtype="float32",
     prefill_http_port=30000,
     pd_instance="p-1",
+    pd_ttl_s=15.0,
 )
 REQUIRED = [
     *("attn_tp_size", "attn_tp_rank", "attn_cp_size", "attn_cp_rank", "attn_dp_size", "attn_dp_rank", "pp_size"),
@@ -80,14 +81,27 @@ def test_a_rank_endpoint_has_these_bytes() -> None:
     [
         (wire.RegisterDpRank(7, 1), b'{"bootstrap_room":7,"dp_rank":1}'),
         (wire.QueryDpRanks([7, 8]), b'{"bootstrap_rooms":[7,8]}'),
+        (wire.RegisterDpRanks([wire.RegisterDpRank(7, 1)]), b'{"rooms":[{"bootstrap_room":7,"dp_rank":1}]}'),
         (wire.Deregister("p-1"), b'{"pd_instance":"p-1"}'),
+        (wire.Deregister(None), b'{"pd_instance":null}'),
         (wire.Removed(2), b'{"removed":2}'),
         (
             wire.RegistryStatus(
-                False, 3, "p-1", 2, [wire.RankStatus(Rank(), "10.0.0.1", 4000, "p-1")], [Rank(tp=1)], 5
+                False,
+                3,
+                "p-1",
+                2,
+                [wire.RankStatus(Rank(), "10.0.0.1", 4000, "p-1", 14.5)],
+                [Rank(tp=1)],
+                5,
+                [Rank(tp=1)],
+                [wire.RefusedRank(Rank(tp=1), "p-0", "page_size differs", 2.5)],
+                INFO,
             ),
             b'{"ready":false,"epoch":3,"instance":"p-1","expected":2,"registered":[{"rank":[0,0,0,0],'
-            b'"rank_ip":"10.0.0.1","rank_port":4000,"instance":"p-1"}],"missing":[[0,0,1,0]],"rooms":5}',
+            b'"rank_ip":"10.0.0.1","rank_port":4000,"instance":"p-1","expires_in_s":14.5}],"missing":[[0,0,1,0]],'
+            b'"rooms":5,"expired":[[0,0,1,0]],"refused":[{"rank":[0,0,1,0],"instance":"p-0",'
+            b'"reason":"page_size differs","ago_s":2.5}],"group":' + INFO_BYTES + b"}",
         ),
     ],
 )
@@ -101,7 +115,8 @@ def test_what_sglang_leaves_out_has_sglangs_defaults() -> None:
     read = wire.decode(PrefillRegistration, json.dumps(least).encode())
     assert read.load_balance_method == "follow_bootstrap_room"
     assert read.decode_allocation_policy == "early"
-    assert read.kv_layout is read.dsv41_spec_layout is read.prefill_http_port is read.pd_instance is None
+    assert read.kv_layout is read.dsv41_spec_layout is read.prefill_http_port is None
+    assert read.pd_instance is read.pd_ttl_s is None
     assert not read.enable_dsa_cache_layer_split
     assert not read.enable_kv_cache_sharding
 
@@ -132,6 +147,14 @@ def test_what_is_no_registration_is_refused(body: bytes) -> None:
 def test_a_wrong_value_is_named_by_its_key(key: str, value: object) -> None:
     with pytest.raises(BadBody, match=f"{key}"):
         wire.decode(PrefillRegistration, json.dumps({**json.loads(PUT), key: value}).encode())
+
+
+def test_a_rank_of_a_group_says_its_place_in_it() -> None:
+    said = wire.registration_of(
+        Rank(dp=1, tp=2), Shape(dp=2, tp=4), "10.0.0.1", 4000, page_size=16, kv_cache_dtype="float32"
+    )
+    assert (said.rank, said.dp_size, said.attn_tp_size) == (Rank(dp=1, tp=2), 2, 4)
+    assert wire.decode(PrefillRegistration, wire.encode(said)) == said
 
 
 @pytest.mark.parametrize(("system", "dp", "size"), [((1, 0), 2, 4), ((8, 5), 5, 8)])

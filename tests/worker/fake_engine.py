@@ -1,8 +1,9 @@
 """A small engine by rule: the next token follows from all tokens before it, and every KV row says whose it is.
 
-A row is a digest of (position, token). Before each step of a request its pages are read back and held against its
-tokens: a page that was lost, moved, taken from another request or written late ends the request with an error that
-names the position. Right text out of this engine is therefore proof of right pages.
+Every byte of a row follows from (position, token) and from where it belongs: group, layer, part and KV head. Before
+each step of a request its pages are read back, on every tensor parallel rank, and held against its tokens: a page that
+was lost, moved, taken from another request, sliced wrongly or written late ends the request with an error that names
+the position. Right text out of this engine is therefore proof of right pages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from pdplane.core.frames import TopLogprob
 from pdplane.core.ids import PageId, Rid
 from pdplane.core.layout import LayoutGroup
+from pdplane.core.slices import heads_of, shard_bytes
 from pdplane.worker.engine import EngineRequest, ModelSpec, Sampling, StepOutput, Token
 
 from .http_fakes import EOS
@@ -25,9 +27,20 @@ from .http_fakes import EOS
 CHUNK = 8
 LETTERS = b"abcdefghijklmnopqrstuvwxyz   \n\xc3"
 HALF_CHARACTER = 0xC3
+DIGEST_BYTES = 16
 
 
-def spec(*, page_size: int = 4, row_bytes: int = 1024, context_len: int = 512, weights: str = "w0") -> ModelSpec:
+def spec(
+    *,
+    page_size: int = 4,
+    row_bytes: int = 1024,
+    context_len: int = 512,
+    weights: str = "w0",
+    heads: int = 4,
+    groups: Sequence[LayoutGroup] = (),
+) -> ModelSpec:
+    """`groups`: the rows, in place of K|V rows of `row_bytes` on one layer with so many KV heads."""
+    rows = tuple(groups) or (LayoutGroup("kv", row_bytes, (0,), "digest", parts=2, heads=heads),)
     return ModelSpec(
         name="tiny",
         weights=weights,
@@ -35,9 +48,9 @@ def spec(*, page_size: int = 4, row_bytes: int = 1024, context_len: int = 512, w
         vocab_size=257,
         context_len=context_len,
         page_size=page_size,
-        page_bytes=page_size * row_bytes,
+        page_bytes=shard_bytes(rows, page_size, 0, 1),
         kv_dtype="digest",
-        groups=(LayoutGroup("kv", row_bytes, (0,), "digest"),),
+        groups=rows,
         eos_ids=(EOS,),
         architecture="rule",
     )
@@ -76,7 +89,10 @@ class _Sequence(msgspec.Struct):
 
 class RuleEngine:
     """Implements worker.engine.Engine. `allow` holds it: that many more steps, None for no limit. `fail` is raised by
-    the next step. `break_rid`: requests whose rid begins so end with an error of their own."""
+    the next step. `break_rid`: requests whose rid begins so end with an error of their own. `siblings`: those that it
+    was asked for."""
+
+    on_dropped: Callable[[Rid], None] | None = None
 
     def __init__(self, model: ModelSpec | None = None) -> None:
         self.model = model or spec()
@@ -84,10 +100,12 @@ class RuleEngine:
         self.break_rid = ""
         self.added: list[Rid] = []
         self._allow: int | None = None
+        self.siblings: list[RuleEngine] = []
         self._held: dict[Rid, _Sequence] = {}
+        self._parked: dict[Rid, _Sequence] = {}
         self._aborted: set[Rid] = set()
         self._changed = threading.Condition()
-        self._pool = memoryview(b"")
+        self._shards: list[_Shard] = []
 
     # --- for tests, from any thread ---
 
@@ -107,8 +125,13 @@ class RuleEngine:
 
     # --- Engine ---
 
-    def attach(self, pool: memoryview, pages: int) -> None:
-        self._pool = pool
+    def sibling(self) -> RuleEngine:
+        self.siblings.append(RuleEngine(self.model))
+        return self.siblings[-1]
+
+    def attach(self, pools: Sequence[memoryview | None], pages: int) -> None:
+        shards = [_Shard(self.model, pool, pages, rank, len(pools)) for rank, pool in enumerate(pools)]
+        self._shards = [shard for shard in shards if shard.page_bytes]
 
     def add(self, request: EngineRequest) -> None:
         tokens = [*request.prompt, *request.prior]
@@ -119,8 +142,24 @@ class RuleEngine:
         if sequence := self._held.get(rid):
             sequence.pages.extend(pages)
 
+    def park(self, rid: Rid) -> bool:
+        with self._changed:
+            sequence = self._held.get(rid)
+            if sequence is None or rid in self._aborted or sequence.computed < len(sequence.request.prompt):
+                return False
+            self._parked[rid] = self._held.pop(rid)
+            return True
+
+    def resume(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        with self._changed:
+            if sequence := self._parked.pop(rid, None):
+                sequence.pages = list(pages)
+                self._held[rid] = sequence
+
     def abort(self, rid: Rid) -> bool:
         with self._changed:
+            if self._parked.pop(rid, None):
+                return True
             if rid in self._held:
                 self._aborted.add(rid)
                 self._changed.notify_all()
@@ -159,7 +198,9 @@ class RuleEngine:
         if len(sequence.pages) * self.model.page_size < sequence.computed + take:
             return []  # no page yet
         for position in range(sequence.computed, sequence.computed + take):
-            self._row(sequence, position)[:] = row(position, sequence.tokens[position])
+            page, slot = self._place(sequence, position)
+            for shard in self._shards:
+                shard.write(page, slot, position, sequence.tokens[position])
         sequence.computed += take
         if take < left:
             return [StepOutput(sequence.request.rid, sequence.computed)]
@@ -189,23 +230,66 @@ class RuleEngine:
 
     def _fault(self, sequence: _Sequence) -> str:
         for position in range(sequence.computed):
-            if bytes(self._row(sequence, position)) != row(position, sequence.tokens[position]):
-                return f"KV of position {position} is not that of this request"
+            page, slot = self._place(sequence, position)
+            for shard in self._shards:
+                if not shard.holds(page, slot, position, sequence.tokens[position]):
+                    return f"KV of position {position} on rank {shard.rank} is not that of this request"
         return ""
 
-    def _row(self, sequence: _Sequence, position: int) -> memoryview:
-        size = self.model.page_size
-        row_bytes = self.model.page_bytes // size
-        start = sequence.pages[position // size] * self.model.page_bytes + position % size * row_bytes
-        return self._pool[start : start + ROW_BYTES]
+    def _place(self, sequence: _Sequence, position: int) -> tuple[PageId, int]:
+        return sequence.pages[position // self.model.page_size], position % self.model.page_size
 
 
-ROW_BYTES = 16
+class _Run(msgspec.Struct, frozen=True):
+    """Where the rows of one part of one layer begin in a page of one rank, and what is in them."""
+
+    at: int
+    size: int  # of a token's row
+    heads: tuple[int, ...]  # -1: a whole row, which every rank has
+    head_bytes: int
+    name: str
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def row(position: int, token: int) -> bytes:
-    return _digest(b"row", position.to_bytes(4, "little"), token.to_bytes(2, "little"))
+class _Shard:
+    """One rank's pool, whose rows are by group, layer, part, token and head."""
+
+    def __init__(self, model: ModelSpec, pool: memoryview | None, pages: int, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self.page_bytes = shard_bytes(model.groups, model.page_size, rank, ranks)
+        assert (pool is None) == (self.page_bytes == 0), f"rank {rank} of {ranks}: a pool where there are heads"
+        assert pool is None or pool.nbytes >= pages * self.page_bytes, (
+            f"rank {rank} of {ranks}: a pool that is too small"
+        )
+        self._pool = pool
+        self._runs: list[_Run] = []
+        at = 0
+        for group in model.groups:
+            heads = tuple(heads_of(group.heads, rank, ranks)) if group.heads else (-1,)
+            head_bytes = group.row_bytes // group.parts // (group.heads or 1)
+            for layer in group.layers:
+                for part in range(group.parts):
+                    name = f"{group.name}.{layer}.{part}"
+                    self._runs.append(_Run(at, head_bytes * len(heads), heads, head_bytes, name))
+                    at += model.page_size * head_bytes * len(heads)
+
+    def write(self, page: PageId, slot: int, position: int, token: int) -> None:
+        for run in self._runs:
+            self._row(run, page, slot)[:] = row(run, position, token)
+
+    def holds(self, page: PageId, slot: int, position: int, token: int) -> bool:
+        return all(bytes(self._row(run, page, slot)) == row(run, position, token) for run in self._runs)
+
+    def _row(self, run: _Run, page: PageId, slot: int) -> memoryview:
+        assert self._pool is not None
+        start = page * self.page_bytes + run.at + slot * run.size
+        return self._pool[start : start + run.size]
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def row(run: _Run, position: int, token: int) -> bytes:
+    where = (position.to_bytes(4, "little"), token.to_bytes(2, "little"), run.name.encode())
+    blocks = (_digest(b"row", *where, str(head).encode()) for head in run.heads)
+    return b"".join((block * -(-run.head_bytes // DIGEST_BYTES))[: run.head_bytes] for block in blocks)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
@@ -213,4 +297,4 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    return blake2b(b"|".join(parts), digest_size=ROW_BYTES).digest()
+    return blake2b(b"|".join(parts), digest_size=DIGEST_BYTES).digest()

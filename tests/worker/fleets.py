@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
 from pdplane.core.pages import Page
 from pdplane.router import RouterConfig, RouterServer
 from pdplane.router.routing import Router
-from pdplane.worker.aggregated import AggregatedShell
 from pdplane.worker.config import WorkerConfig
-from pdplane.worker.decode import DecodeShell
 from pdplane.worker.engine import ModelSpec
-from pdplane.worker.prefill import PrefillShell
-from pdplane.worker.server import bind, running
+from pdplane.worker.group import AnyGroup
+from pdplane.worker.server import AnyShell, bind, engines_of, running
 
 from .fake_engine import RuleEngine, spec
 from .http_fakes import ByteTokenizer
@@ -36,17 +34,19 @@ async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None
 
 
 class Member:
-    """One worker in service."""
+    """One worker in service. `shell` and `engine` are those of its first dp group."""
 
-    def __init__(self, shell: PrefillShell | DecodeShell | AggregatedShell, engine: RuleEngine, ports: dict[str, int]):
-        self.shell, self.engine, self.ports = shell, engine, ports
+    def __init__(self, group: AnyGroup, engines: Sequence[RuleEngine], ports: dict[str, int]):
+        self.group, self.engines, self.ports = group, tuple(engines), ports
+        self.shells: tuple[AnyShell, ...] = group.shells
+        self.shell, self.engine = self.shells[0], self.engines[0]
         self.url = f"http://{HOST}:{ports['http']}"
         self.exit: Callable[[], Awaitable[None]]
 
     async def leave(self) -> None:
         """Stops in the middle of whatever it does, with an explicit error to all that it has."""
-        self.shell.cut("it stops in the middle")
-        await until(lambda: not self.shell.jobs)
+        self.group.cut("it stops in the middle")
+        await until(lambda: not self.group.jobs)
         await self.exit()
 
     @property
@@ -54,14 +54,25 @@ class Member:
         return f"{self.url}@{self.ports['bootstrap']}" if "bootstrap" in self.ports else self.url
 
     def pages(self, state: Page) -> int:
-        return self.shell.node.ledger.counts[state]
+        return sum(shell.node.ledger.counts[state] for shell in self.shells)
+
+    @property
+    def capacity(self) -> int:
+        return sum(shell.parts.pages for shell in self.shells)
 
     @property
     def idle(self) -> bool:
-        """No job, nothing in the engine, no claim, every page free. Prefill keeps a sent row until decode has it."""
-        figures = self.shell.figures()
+        """No job, nothing in the engine, no claim, every page free or cached. Prefill keeps a sent row until decode has
+        it."""
+        figures = self.group.figures()
         busy = ("jobs", "in_engine", "waiting", "running", "computing", "claims", "rooms")
-        return not any(figures.get(name) for name in busy) and self.pages(Page.FREE) == self.shell.pool.pages
+        rest = self.pages(Page.FREE) + self.pages(Page.CACHED)
+        return not any(figures.get(name) for name in busy) and rest == self.capacity
+
+    def let_go(self) -> None:
+        """No engine is held back any more."""
+        for engine in self.engines:
+            engine.allow = None
 
     async def post(self, path: str, body: dict[str, Any], **more: Any) -> httpx.Response:
         async with client(self.url) as http:
@@ -82,14 +93,16 @@ async def member(role: str, model: ModelSpec | None = None, port: int = 0, **set
     engine = RuleEngine(model or spec())
     given = {"pool_mb": 1, "bootstrap_port": 0, "page_size": engine.model.page_size, "shutdown_s": 0.1, **settings}
     config = WorkerConfig(role=role, port=port, **given)
+    engines = engines_of(engine, config.dp)
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(HOST, port, "port")))
-        shell, ports = await stack.enter_async_context(running(config, engine, ByteTokenizer(), sock))
-        made = Member(shell, engine, ports)
+        group, ports = await stack.enter_async_context(running(config, engines, ByteTokenizer(), sock))
+        made = Member(group, cast("list[RuleEngine]", engines), ports)
         made.exit = stack.aclose
         yield made
-        engine.allow = None
-        assert shell.node.audit() == []
+        made.let_go()
+        for shell in made.shells:
+            assert shell.node.audit() == []
 
 
 class Fleet:
@@ -140,7 +153,7 @@ class Fleet:
         await until(lambda: not router.active and not router.draining and all(m.idle for m in self.members))
         assert all(worker.load == 0 for worker in router.pairing.workers)
         for one in self.members:
-            assert one.shell.audit() == []
+            assert [shell.audit() for shell in one.shells] == [[]] * len(one.shells)
 
 
 @contextlib.asynccontextmanager
@@ -152,14 +165,17 @@ async def fleet(
     model: ModelSpec | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    both: dict[str, Any] | None = None,
     router: dict[str, Any] | None = None,
     ready: bool = True,
 ) -> AsyncIterator[Fleet]:
-    """`prefill`, `decode`, `router`: settings of theirs (`model` among a worker's is its engine's)."""
+    """`prefill`, `decode`, `router`: settings of theirs (`model` among a worker's is its engine's). `both`: of every
+    prefill and decode."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def enter(role: str, settings: dict[str, Any] | None) -> Member:
-            return await stack.enter_async_context(member(role, **{"model": model, **(settings or {})}))
+            shared = {} if role == "aggregated" else both or {}
+            return await stack.enter_async_context(member(role, **{"model": model, **shared, **(settings or {})}))
 
         left = [await enter("prefill", prefill) for _ in range(prefills)]
         right = [await enter("decode", decode) for _ in range(decodes)]
@@ -180,7 +196,7 @@ async def fleet(
         yield made
         await server.stop()
         for one in made.members:
-            one.engine.allow = None
+            one.let_go()
         await asyncio.gather(*(one.exit() for one in made.members))
 
 
@@ -244,10 +260,14 @@ def _said(choice: dict[str, Any]) -> str:
 
 
 def essence(answer: httpx.Response) -> Any:
-    """An answer without what differs from one to the next: ids, times, and the rids in meta_info."""
+    """An answer without what differs from one to the next: ids, times, the rids in meta_info, and what prefill had in
+    its cache."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         return [_bare(event) for event in events(answer)]
     return answer.status_code, _bare(answer.json())
+
+
+OF_THE_MOMENT = ("id", "created", "e2e_latency", "cached_tokens")
 
 
 def _bare(value: Any) -> Any:
@@ -255,4 +275,4 @@ def _bare(value: Any) -> Any:
         return [_bare(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _bare(item) for key, item in value.items() if key not in ("id", "created", "e2e_latency")}
+    return {key: _bare(item) for key, item in value.items() if key not in OF_THE_MOMENT}

@@ -106,6 +106,7 @@ class FakeService:
         self.context_len = 512
         self.vocab_size = 257
         self.max_prompt_tokens = 256
+        self.key_page_size = 0
         self.default_bootstrap_port: int | None = 8998
         self.script: Callable[[Generation, Stream], None] | None = None
         self.refusal: Cause | None = None
@@ -114,6 +115,10 @@ class FakeService:
         self.closed: list[tuple[Rid, Cause]] = []
         self.abort_calls: list[tuple[str, int | None]] = []
         self.known = {"live": 1}
+        self.policy = "early"
+        self.shape = {"dp": 1, "tp": 1, "cp": 1, "pp": 1}
+        self.drained = ""
+        self.quarantined = {("d1", 7): 3}  # pages by (decode instance, grant)
         self.healthy = True
         self._happened = asyncio.Event()
 
@@ -142,11 +147,18 @@ class FakeService:
     def abort_all(self) -> int:
         return sum(self.known.values())
 
+    def drain(self, reason: str) -> None:
+        self.drained = self.drained or reason
+
+    def release(self, instance: str, grant: int) -> int:
+        return self.quarantined.pop((instance, grant), 0)
+
     def record(self, key: str) -> dict[str, Any] | None:
         return {"request": key, "phases": []} if key in self.known else None
 
     def server_info(self) -> dict[str, Any]:
-        return {"stamp": "abc", "pages": {"free": 3}}
+        figures = {"jobs": len(self.known), "pages": {"free": 3}}
+        return {"stamp": "abc", "shape": self.shape, "policy": self.policy, "figures": figures}
 
     def metrics_text(self) -> str:
         return "# TYPE pdplane_pages gauge\npdplane_pages 3\n"

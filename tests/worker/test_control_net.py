@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from pdplane.core.events import Accepted, ConnLost, ControlEndpoint, DialFailed, Event
+from pdplane.core.events import Accepted, ConnLost, ControlEndpoint, DialFailed, Dialled, Event
 from pdplane.core.frames import Beat
-from pdplane.core.ids import Instance
+from pdplane.core.ids import Instance, Rank
 from pdplane.worker import control
 from pdplane.worker.control import ControlNet
 
@@ -26,7 +26,7 @@ def net() -> tuple[ControlNet, list[Event]]:
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 async def test_a_dial_to_an_impossible_address_fails_like_any_other(what: str) -> None:
     it, events = net()
-    it.dial(IMPOSSIBLE[what])
+    it.dial(IMPOSSIBLE[what], Rank())
     await until(lambda: bool(events))
     [failed] = events
     assert isinstance(failed, DialFailed)
@@ -38,7 +38,7 @@ async def test_a_connection_that_is_lost_before_the_dial_was_told_is_a_dial_that
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listener, _ = net()
-    port = await listener.listen(HOST, 0)
+    port = await listener.listen(HOST, 0, Rank())
     it, events = net()
     loop = asyncio.get_running_loop()
     connect = loop.create_connection
@@ -49,7 +49,7 @@ async def test_a_connection_that_is_lost_before_the_dial_was_told_is_a_dial_that
         return transport, connection
 
     monkeypatch.setattr(loop, "create_connection", and_lose_it)
-    it.dial(ControlEndpoint(HOST, port))
+    it.dial(ControlEndpoint(HOST, port), Rank())
     await until(lambda: bool(events) and isinstance(events[-1], DialFailed))
     await it.stop()
     await listener.stop()
@@ -60,7 +60,7 @@ async def test_a_closed_connection_does_not_wait_for_ever_for_a_peer_that_reads_
 ) -> None:
     monkeypatch.setattr(control, "FLUSH_LIMIT_S", 0.01)
     it, events = net()
-    port = await it.listen(HOST, 0)
+    port = await it.listen(HOST, 0, Rank())
     with socket.create_connection((HOST, port)) as deaf:
         await until(lambda: bool(events))
         [accepted] = events
@@ -76,3 +76,20 @@ async def test_a_closed_connection_does_not_wait_for_ever_for_a_peer_that_reads_
         assert ConnLost(accepted.conn) not in events
         deaf.close()
     await it.stop()
+
+
+async def test_every_rank_has_a_port_of_its_own_and_both_ends_say_whose_session_it_is() -> None:
+    listener, accepted = net()
+    dialler, dialled = net()
+    ranks = [Rank(dp=1, tp=tp) for tp in range(2)]
+    ports = [await listener.listen(HOST, 0, rank) for rank in ranks]
+    assert len(set(ports)) == 2
+    for port, rank in zip(ports, ranks, strict=True):
+        dialler.dial(ControlEndpoint(HOST, port), rank)
+    await until(lambda: len(accepted) == len(dialled) == 2)
+    assert {event.here for event in accepted if isinstance(event, Accepted)} == set(ranks)
+    assert {(event.endpoint.port, event.here) for event in dialled if isinstance(event, Dialled)} == set(
+        zip(ports, ranks, strict=True)
+    )
+    await dialler.stop()
+    await listener.stop()

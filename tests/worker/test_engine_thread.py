@@ -14,6 +14,7 @@ from pdplane.worker.engine import EngineRequest, ModelSpec, Sampling, StepOutput
 from pdplane.worker.engine_thread import FAILED_STEPS_LIMIT, Emission, EngineThread
 from pdplane.worker.text import TextOptions
 
+from .fake_engine import spec
 from .http_fakes import ByteTokenizer
 
 A = Rid("a.0.0")
@@ -23,7 +24,7 @@ B = Rid("b.0.0")
 class ScriptedEngine:
     """Each step plays the next entry of `script`: outputs, or an exception. Aborted rids end with the next step."""
 
-    model: ModelSpec
+    model: ModelSpec = spec()
     on_dropped: Callable[[Rid], None] | None = None
 
     def __init__(self, *script: list[StepOutput] | Exception) -> None:

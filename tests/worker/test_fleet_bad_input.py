@@ -205,7 +205,7 @@ async def test_a_leg_that_prefills_edge_refuses_ends_decodes_whichever_came_firs
 
 
 async def until_granted(it: Fleet) -> None:
-    await until(lambda: it.decode.pages(Page.GRANTED) > 0 and it.prefill.shell.figures()["rooms"] == 1)
+    await until(lambda: it.decode.pages(Page.GRANTED) > 0 and it.prefill.group.figures()["rooms"] == 1)
 
 
 async def test_a_refused_batch_tells_decode_of_every_room() -> None:

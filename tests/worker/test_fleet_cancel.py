@@ -21,7 +21,7 @@ LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 async def queued_at_prefill(it: Fleet) -> None:
     """Prefill takes one prompt at a time, and its engine stands still with another."""
-    await until(lambda: it.prefill.shell.figures()["waiting"] == 1 and it.prefill.engine.holds())
+    await until(lambda: it.prefill.group.figures()["waiting"] == 1 and it.prefill.engine.holds())
 
 
 async def computing(it: Fleet) -> None:
@@ -65,17 +65,17 @@ async def test_a_client_that_leaves_frees_every_page_on_both_sides(phase: str, s
 async def test_a_client_that_leaves_while_decode_has_no_page_takes_nothing_with_it() -> None:
     async with fleet(decode={"max_running": 1}) as it:
         it.decode.engine.allow = 0
-        size = it.decode.shell.pool.pages * it.decode.shell.model.page_size
+        size = it.decode.shell.parts.pages * it.decode.shell.model.page_size
         prompts = ["p" * 400, "q" * 400, "r" * 400]
         assert size < 3 * 400
         clients = [Talk(it.url, {**LONG, "max_tokens": 4, "prompt": prompt}) for prompt in prompts]
-        await until(lambda: it.decode.shell.figures()["waiting"] == 1)
+        await until(lambda: it.decode.group.figures()["waiting"] == 1)
         waiting = next(
             job.generation.prompt[0] for job in it.decode.shell.jobs.values() if not job_pages(it, job.generation.rid)
         )
         left = "pqr".index(chr(waiting))
         await clients.pop(left).drop()
-        await until(lambda: it.decode.shell.figures()["waiting"] == 0)
+        await until(lambda: it.decode.group.figures()["waiting"] == 0)
         it.decode.engine.allow = None
         for one in clients:
             assert (await one.answer()).status_code == 200

@@ -82,7 +82,7 @@ async def test_an_engine_that_goes_on_failing_takes_its_worker_out_of_service() 
 
 async def until_failed(it: Fleet) -> None:
     """Requests, until the first decode has had three steps fail in a row."""
-    while not it.decode.shell.health()[1]["engine_error"]:
+    while not it.decode.group.health()[1]["engine_error"]:
         await it.post(COMPLETIONS, BODY)
 
 
@@ -128,7 +128,7 @@ async def test_a_worker_that_drains_finishes_what_it_has_and_takes_no_more(side:
         running = Talk(it.url, {**BODY, "ignore_eos": True})
         await until(lambda: any(one.engine.holds(computed=17) for one in it.decodes))
         leaving = next(one for one in getattr(it, side + "s") if one.engine.added)
-        leaving.shell.drain("it is stopping")
+        leaving.group.drain("it is stopping")
         await until(lambda: sum(worker.ready for worker in it.router.pairing.workers) == 3)
         it.decode.engine.allow = it.decodes[1].engine.allow = None
         assert (await running.answer()).status_code == 200
@@ -256,7 +256,7 @@ async def test_a_prefill_that_comes_back_on_its_ports_is_another_instance_and_se
             await until(lambda: again.router.pairing.ready)
             assert second.shell.instance != instance
             await serves(again)
-            assert it.decode.shell.figures()["control_sessions"] == 1
+            assert it.decode.group.figures()["control_sessions"] == 1
 
 
 async def test_a_decode_that_goes_while_prefill_computes_leaves_prefill_clean() -> None:
@@ -305,8 +305,8 @@ async def test_garbage_on_the_control_port_is_counted_and_ends_that_connection_a
         await until(lambda: it.decode.engine.allow == 0)
         await say(it.prefill.ports["control"], GARBAGE[garbage])
         await until(lambda: it.prefill.shell.counts["bad_control_frame", ""] == 1)
-        assert it.prefill.shell.figures()["control_sessions"] == 1
-        assert "pdplane_bad_control_frame_total" in it.prefill.shell.metrics_text()
+        assert it.prefill.group.figures()["control_sessions"] == 1
+        assert "pdplane_bad_control_frame_total" in it.prefill.group.metrics_text()
         it.decode.engine.allow = None
         assert (await running.answer()).status_code == 200
         await serves(it)
@@ -318,7 +318,7 @@ async def test_a_frame_before_any_hello_is_turned_away() -> None:
             room=Room(1), src=Instance("x"), dst=it.prefill.shell.instance, rank=Rank(), cause=aborted("decode")
         )
         await say(it.prefill.ports["control"], encode(stray))
-        assert it.prefill.shell.figures()["control_sessions"] == 0
+        assert it.prefill.group.figures()["control_sessions"] == 0
         await serves(it)
 
 
@@ -328,5 +328,5 @@ async def test_garbage_on_the_data_port_is_counted_and_ends_that_connection_alon
     async with fleet(whole=True) as it:
         await serves(it)
         await say(it.decode.ports["data"], data)
-        await until(lambda: it.decode.shell.figures()["bad_data_frames"] == 1)
+        await until(lambda: it.decode.group.figures()["bad_data_frames"] == 1)
         await serves(it)

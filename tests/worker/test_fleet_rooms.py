@@ -28,7 +28,7 @@ async def test_a_pair_serves_both_legs_without_a_router_whichever_comes_first() 
             body = {**BODY, **pairing(it, room)}
             one, other = (it.prefill, it.decode) if first == "prefill" else (it.decode, it.prefill)
             leading = Talk(one.url, body)
-            await until(lambda one=one: one.shell.figures()["rooms"] == 1)
+            await until(lambda one=one: one.group.figures()["rooms"] == 1)
             following = Talk(other.url, body)
             answers = {one.shell.role: await leading.answer(), other.shell.role: await following.answer()}
             assert essence(answers["decode"]) == essence(await it.whole.post(COMPLETIONS, BODY))

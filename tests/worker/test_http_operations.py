@@ -96,6 +96,14 @@ async def test_server_info_has_limits_and_what_routers_read(path: str) -> None:
     assert info["stamp"] == "abc"
 
 
+async def test_the_sizes_are_there_under_the_fields_names_too() -> None:
+    service = FakeService("prefill")
+    service.shape = {"dp": 2, "tp": 4, "cp": 1, "pp": 1}
+    for path in ("/server_info", "/model_info"):
+        info = (await ask(service, "GET", path)).json()
+        assert (info["dp_size"], info["tp_size"]) == (2, 4)
+
+
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 async def test_model_info_names_the_model(path: str) -> None:
     info = (await ask(FakeService(), "GET", path)).json()

@@ -74,7 +74,8 @@ class Child:
         code = self._process.returncode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         lines = "\n".join(f"    {line}" for line in self._last)
-        return f"{self.name} (pid {self.pid}) died: {how}; its last lines:\n{lines}"
+        end = "ended" if code == 0 else "died"
+        return f"{self.name} (pid {self.pid}) {end}: {how}; its last lines:\n{lines}"
 
     async def _read(self) -> None:
         assert self._process.stdout is not None

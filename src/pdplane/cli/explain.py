@@ -10,9 +10,13 @@ from urllib.parse import quote
 from pdplane.settings import BadSetting
 
 from .http import add_router_arguments, client, get
+from .status import quarantine
 
 MEANINGS = {
+    ("prefill", "Orphan"): "decode spoke first; its leg is awaited",
     ("prefill", "Waiting"): "leg in, no pages granted yet",
+    ("prefill", "Ahead"): "computing before any pages are granted",
+    ("prefill", "Held"): "computed; its pages wait for decode's grant, under a term",
     ("prefill", "Armed"): "pages granted, waits for its turn",
     ("prefill", "Streaming"): "computing; full pages are moved as they come",
     ("prefill", "Flushing"): "computed; the last pages are under way",
@@ -20,12 +24,16 @@ MEANINGS = {
     ("prefill", "Draining"): "answered; a step or a write still touches its pages",
     ("prefill", "Gone"): "nothing of it is left here",
     ("decode", "Queued"): "prefill's route or session is not known yet",
+    ("decode", "Announced"): "prefill was asked to compute; nothing is reserved before it has",
     ("decode", "Allocating"): "announced; waits for pages",
     ("decode", "Granted"): "pages reserved, prefill may write them",
     ("decode", "Success"): "every page landed and the row matches",
     ("decode", "Draining"): "answered; waits for proof that nobody writes its pages",
     ("decode", "Quarantine"): "the proof did not come in time",
     ("decode", "Gone"): "the hand-off is over",
+    ("decode", "retracted"): "its pages were wanted by others; its KV waits in host memory",
+    ("decode", "restored"): "its KV is back in pages, bit for bit; it runs on",
+    ("decode", "cut"): "it could not grow any further and ends with `length`",
     ("decode", "released"): "the engine has let go, its pages are free",
 }
 
@@ -75,12 +83,20 @@ def _legs(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ask(url: str, rid: str) -> dict[str, Any]:
+    """What the worker there knows of `rid`, and what is in quarantine because of it."""
     try:
         with client(url, timeout_s=3.0) as worker:
             status, told = get(worker, "/requests/" + quote(rid, safe=""))
+            if status != 200:
+                return {"missing": "this worker knows nothing of it"}
+            _, info = get(worker, "/server_info")
     except BadSetting as error:
         return {"missing": str(error)}
-    return {"record": told["legs"][0]} if status == 200 else {"missing": "this worker knows nothing of it"}
+    return {"record": told["legs"][0], "quarantined": [one for one in info.get("quarantined", ()) if _is_of(one, rid)]}
+
+
+def _is_of(quarantined: dict[str, Any], rid: str) -> bool:
+    return rid in (quarantined.get("rid"), quarantined.get("owner"))
 
 
 def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
@@ -94,14 +110,17 @@ def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
         lines.append(f"cause {record['cause']['code']} ({record['cause']['side']}): {record['cause']['message']}")
     for attempt in record["attempts"]:
         rooms = ", ".join(str(room) for room in attempt["rooms"])
+        ranks = ", ".join(str(rank) for rank in attempt.get("prefill_ranks", ()))
+        at = f" (dp rank {ranks})" if ranks else ""
         lines.append(
-            f"attempt {attempt['attempt']}: prefill {attempt['prefill']}, decode {attempt['decode']}, room {rooms}"
+            f"attempt {attempt['attempt']}: prefill {attempt['prefill']}{at}, decode {attempt['decode']}, room {rooms}"
         )
     lines += ["", f"{'ms':>10}  {'where':<10} what"]
     events = [*_router_events(record), *(event for leg in legs for event in _leg_events(leg, zero))]
     lines += [f"{at * 1000:>10.1f}  {where:<10} {what}" for at, where, what in sorted(events, key=lambda e: e[0])]
     lines.append("")
-    lines += [_holding(leg) for leg in legs]
+    for leg in legs:
+        lines += [_holding(leg), *_grants(leg)]
     return lines
 
 
@@ -141,3 +160,19 @@ def _holding(leg: dict[str, Any]) -> str:
     held = leg["record"]["held_pages"]
     what = ", ".join(f"{count} pages {state}" for state, count in held.items()) or "nothing"
     return f"{leg['side']:<8} {leg['url']} instance {leg['record']['instance']} rid {leg['rid']}: holds {what}"
+
+
+def _grants(leg: dict[str, Any]) -> list[str]:
+    """The grants of a leg's room as its worker knows them, each with its links; and what of it is in quarantine."""
+    lines = []
+    for grant in leg.get("record", {}).get("grants", ()):
+        held = ", ".join(f"{count} {state}" for state, count in grant.get("held_pages", {}).items()) or "none held"
+        lines.append(f"  grant {grant['grant']} of instance {grant['instance']}: {grant['pages']} pages, {held} here")
+        lines += [f"    link {_link(link)}" for link in grant.get("links", ())]
+    return lines + [f"  {quarantine(one, leg['url'])}" for one in leg.get("quarantined", ())]
+
+
+def _link(link: dict[str, Any]) -> str:
+    by = f" by {link['transport']}" if link.get("transport") else ""
+    part = f", {link['page_bytes']} bytes of each page" if link.get("page_bytes") else ""
+    return f"{link['here']} with {link['there']}{by}{part}"

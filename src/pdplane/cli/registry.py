@@ -14,7 +14,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "registry",
         help="run a registry apart from its prefill",
-        description="Run the bootstrap registry of one prefill group. A prefill worker embeds one by default.",
+        description="Run the bootstrap registry of one prefill group, whose instances may come and go behind its "
+        "address; they find it by --registry. A prefill worker embeds one by default.",
     )
     settings.add_arguments(parser, RegistryConfig)
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))

@@ -16,6 +16,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     many.add_argument("--pattern", default=None, help="one fault pattern (or several, joined by +)")
     many.add_argument("--jobs", type=_at_least_one, default=2, help="processes [2]")
     many.add_argument("--no-broken", action="store_true", help="leave out the broken variants that must be caught")
+    many.add_argument(
+        "--coverage", action="store_true", help="say which cells of the state table were reached, and which never"
+    )
     many.set_defaults(run=run_many)
     one = commands.add_parser(
         "replay",
@@ -31,7 +34,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run_many(args: argparse.Namespace) -> int:
     from pdplane.sim.run import sim_main
 
-    return sim_main(args.seeds, start=args.start, pattern=args.pattern, jobs=args.jobs, broken=not args.no_broken)
+    return sim_main(
+        args.seeds,
+        start=args.start,
+        pattern=args.pattern,
+        jobs=args.jobs,
+        broken=not args.no_broken,
+        coverage=args.coverage,
+    )
 
 
 def replay(args: argparse.Namespace) -> int:

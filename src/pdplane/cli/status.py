@@ -10,12 +10,15 @@ from pdplane.settings import BadSetting
 
 from .http import add_router_arguments, client, get
 
+INDENT = " " * 13
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "status",
         help="show a running fleet",
-        description="Show the workers behind a router: load, health, why one is out, and the pages of each pool.",
+        description="Show the workers behind a router: shape, policy, transports, load by rank, health, bans with the "
+        "time they have left, why one is out, and the pages of each pool.",
     )
     add_router_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -35,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         return 0 if status == 200 else 1
     print(f"router {args.url}: " + ("ready" if status == 200 else f"not ready: {ready['missing']}"))
     for worker in told:
-        print(_line(worker))
+        print("\n".join(_lines(worker)))
     return 0 if status == 200 else 1
 
 
@@ -48,15 +51,68 @@ def _server_info(url: str) -> dict[str, Any] | None:
         return None
 
 
-def _line(worker: dict[str, Any]) -> str:
-    out = f"  {worker['role']:<10} {worker['url']:<28} load {worker.get('load', 0):<4}"
-    out += "in service" if not worker.get("reason") else f"OUT: {worker['reason']}"
-    told = worker["server_info"]
-    if told:
-        figures = told["figures"]
-        held = {state: count for state, count in figures["pages"].items() if count}
-        out += "\n" + " " * 13 + f"instance {told['instance']}, {told['model']}, jobs {figures['jobs']}, pages "
-        out += ", ".join(f"{count} {state}" for state, count in held.items())
-        for alarm in told["alarms"]:
-            out += f"\n             ALARM {alarm}"
-    return out
+def _lines(worker: dict[str, Any]) -> list[str]:
+    return [
+        _first(worker),
+        *(INDENT + text for text in [*_seen_by_router(worker), *_said_by_itself(worker)]),
+    ]
+
+
+def _first(worker: dict[str, Any]) -> str:
+    """As the router sees it: where, how loaded, whether in service."""
+    load = str(worker.get("load", 0))
+    if worker.get("rank_load"):
+        load += f" ({'+'.join(map(str, worker['rank_load']))} by dp rank)"
+    state = f"OUT: {worker['reason']}" if worker.get("reason") else "in service"
+    return f"  {worker['role']:<10} {worker['url']:<28} load {load:<4} {state}"
+
+
+def _seen_by_router(worker: dict[str, Any]) -> list[str]:
+    lines = []
+    if ban := worker.get("ban"):
+        left = f"for {ban['left_s']:.1f} s more" if ban["state"] == "banned" else f"until {ban['state']}"
+        lines.append(f"others preferred {left}: {ban['why']}")
+    elif worker.get("avoided"):
+        lines.append(f"others preferred for a moment: {worker['avoided']}")
+    if not worker.get("reason"):  # otherwise they are named in it
+        lines += [f"does not fit {clash['with']}: {clash['why']}" for clash in worker.get("incompatible", [])]
+    return lines
+
+
+def _said_by_itself(worker: dict[str, Any]) -> list[str]:
+    """Only ours say most of it; another engine's /server_info says less, and is not asked for more."""
+    told, lines = worker["server_info"] or {}, []
+    traits = [*_shape(told.get("shape") or {}), *_words("policy", told), *_words("transports", told)]
+    if "instance" in told:
+        lines.append(", ".join([f"instance {told['instance']}", str(told.get("model", "")), *traits]))
+    figures = told.get("figures") or {}
+    if figures:
+        held = ", ".join(f"{count} {state}" for state, count in figures.get("pages", {}).items() if count)
+        lines.append(f"jobs {figures.get('jobs', 0)}, pages {held}")
+    lines += [quarantine(one, worker["url"]) for one in told.get("quarantined", [])]
+    lines += [f"ALARM {alarm}" for alarm in told.get("alarms", [])]
+    return lines
+
+
+def _shape(shape: dict[str, int]) -> list[str]:
+    """dp and tp always, the axes that are seldom there only where they are."""
+    shown = [f"{axis} {size}" for axis, size in shape.items() if axis in ("dp", "tp") or size != 1]
+    return [", ".join(shown)] if shown else []
+
+
+def _words(name: str, told: dict[str, Any]) -> list[str]:
+    value = told.get(name) or (told.get("decode_allocation_policy") if name == "policy" else None)
+    if not value:
+        return []
+    return [f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"]
+
+
+def quarantine(one: dict[str, Any], url: str) -> str:
+    """Pages without an end in sight: whose proof is missing, and the call that gives them back without one."""
+    named = [f"{name} {one[name]}" for name in ("rid", "room", "grant") if one.get(name) is not None]
+    text = f"QUARANTINE {one.get('pages', '?')} pages of {', '.join(named) or one.get('owner', '?')}"
+    if one.get("no_proof_from"):
+        text += f", no proof from {', '.join(one['no_proof_from'])}"
+    if one.get("grant") is None:
+        return text
+    return f"{text}; `pdplane release {url} --instance {one['instance']} --grant {one['grant']}` frees them unproven"

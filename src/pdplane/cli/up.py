@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from pdplane import settings
 from pdplane.router.config import RouterConfig
 from pdplane.settings import BadSetting, flag_of, setting
 from pdplane.wire.address import url_of
-from pdplane.worker.config import EMBEDDED
+from pdplane.worker.config import EMBEDDED, FOLLOW_ROOM, POLICIES, TOTAL_REQUESTS, TRANSPORTS, WorkerConfig
 
 from .child import Child
 from .http import API_KEY
@@ -42,8 +43,29 @@ class UpConfig:
     decode_port: int = setting(8200, "HTTP port of the first decode, the next ones count up")
     aggregated_port: int = setting(8300, "HTTP port of the first aggregated worker, the next ones count up")
     bootstrap_port: int = setting(8998, "registry port of the first prefill, the next ones count up")
-    pool_mb: int = setting(1024, "memory of each worker's page pool, MiB")
-    max_running: int = setting(16, "requests in each worker's engine at once")
+    dp: int = setting(1, "data parallel groups of each prefill and decode")
+    tp: int = setting(1, "tensor parallel ranks (pools over which KV heads are split) of each prefill and decode")
+    prefill_dp: int | None = setting(None, "--dp of the prefills alone")
+    prefill_tp: int | None = setting(None, "--tp of the prefills alone")
+    decode_dp: int | None = setting(None, "--dp of the decodes alone")
+    decode_tp: int | None = setting(None, "--tp of the decodes alone")
+    decode_allocation_policy: str = setting(
+        "early", "when decode reserves pages: before prefill computes, or after it", choices=POLICIES
+    )
+    load_balance_method: str = setting(
+        FOLLOW_ROOM,
+        "which dp group of a prefill serves a request: by the room's number, or the least loaded",
+        choices=(FOLLOW_ROOM, TOTAL_REQUESTS),
+    )
+    transport: tuple[str, ...] = setting(
+        ("shm", "tcp"), f"how pages may move, the preferred way first, of {', '.join(TRANSPORTS)}"
+    )
+    checksum: bool = setting(False, "check every page that has moved, end to end (xxh3)")
+    prefix_cache: bool = setting(True, "keep the pages of prompts at prefill, for later ones that begin alike")
+    reserve_tokens: int = setting(512, "decode: growth kept free per request at admission")
+    page_size: int = setting(16, "tokens per page")
+    pool_mb: int = setting(1024, "memory of each dp group's pages, MiB")
+    max_running: int = setting(16, "requests in each dp group's engine at once")
     batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")
     policy: str = setting("least-load", "how the router picks workers", choices=("least-load", "round-robin"))
     request_timeout_s: float = setting(300.0, "deadline of a request")
@@ -79,6 +101,8 @@ def main(args: argparse.Namespace) -> int:
     _check_model(config)
     _check_ports(config, parts)
     print(f"fleet config\n{settings.effective(config)}", flush=True)
+    for part in parts:
+        print(f"{part.name}: pdplane {shlex.join(part.arguments)}", flush=True)
     return asyncio.run(_supervise(config, parts))
 
 
@@ -90,8 +114,9 @@ def plan(config: UpConfig) -> list[Part]:
         raise BadSetting(
             f"--prefill {config.prefill} --decode {config.decode} makes no pair: give at least one of each"
         )
+    _check_sizes(config)
     prefills = [_prefill(config, i) for i in range(config.prefill)]
-    decodes = [_worker(config, "decode", i, config.decode_port + i) for i in range(config.decode)]
+    decodes = [_decode(config, i) for i in range(config.decode)]
     whole = [_worker(config, "aggregated", i, config.aggregated_port + i) for i in range(config.aggregated)]
     return [*prefills, *decodes, *whole, _router(config)]
 
@@ -99,16 +124,39 @@ def plan(config: UpConfig) -> list[Part]:
 def _prefill(config: UpConfig, index: int) -> Part:
     part = _worker(config, "prefill", index, config.prefill_port + index)
     bootstrap = config.bootstrap_port + index
-    return Part(
-        part.name,
-        (*part.arguments, "--bootstrap-port", str(bootstrap)),
-        (*part.ports, ("bootstrap_port", bootstrap)),
-    )
+    arguments = [
+        *(*part.arguments, *_sizes(config, config.prefill_dp, config.prefill_tp), *_pairing(config)),
+        *("--load-balance-method", config.load_balance_method, "--bootstrap-port", str(bootstrap)),
+    ]
+    if not config.prefix_cache:
+        arguments.append("--no-prefix-cache")
+    return Part(part.name, tuple(arguments), (*part.ports, ("bootstrap_port", bootstrap)))
+
+
+def _decode(config: UpConfig, index: int) -> Part:
+    part = _worker(config, "decode", index, config.decode_port + index)
+    arguments = [
+        *(*part.arguments, *_sizes(config, config.decode_dp, config.decode_tp), *_pairing(config)),
+        *("--reserve-tokens", str(config.reserve_tokens)),
+    ]
+    return Part(part.name, tuple(arguments), part.ports)
+
+
+def _sizes(config: UpConfig, dp: int | None, tp: int | None) -> list[str]:
+    return ["--dp", str(config.dp if dp is None else dp), "--tp", str(config.tp if tp is None else tp)]
+
+
+def _pairing(config: UpConfig) -> list[str]:
+    """What both sides of a pair are told alike."""
+    arguments = ["--decode-allocation-policy", config.decode_allocation_policy]
+    arguments += ["--transport", ",".join(config.transport)]
+    return [*arguments, "--checksum"] if config.checksum else arguments
 
 
 def _worker(config: UpConfig, role: str, index: int, port: int) -> Part:
     arguments = [
         *("worker", "--role", role, "--port", str(port), "--pool-mb", str(config.pool_mb)),
+        *("--page-size", str(config.page_size)),
         *("--max-running", str(config.max_running), "--request-timeout-s", str(config.request_timeout_s)),
         *("--log-level", config.log_level),
     ]
@@ -133,6 +181,19 @@ def _router(config: UpConfig) -> Part:
     # A secret goes by the environment: arguments are there for everybody to read.
     env = ((settings.env_of(RouterConfig, "api_key"), config.api_key),) if config.api_key else ()
     return Part("router", tuple(arguments), (("port", config.port),), env)
+
+
+def _check_sizes(config: UpConfig) -> None:
+    """Before anything is started. Raises BadSetting."""
+    for dp, tp in ((config.prefill_dp, config.prefill_tp), (config.decode_dp, config.decode_tp)):
+        WorkerConfig(
+            role="prefill",
+            dp=config.dp if dp is None else dp,
+            tp=config.tp if tp is None else tp,
+            transport=config.transport,
+            page_size=config.page_size,
+            pool_mb=config.pool_mb,
+        )
 
 
 def _check_model(config: UpConfig) -> None:
@@ -236,18 +297,19 @@ async def _ready(http: httpx.AsyncClient, url: str) -> tuple[bool, str]:
 
 
 async def _watch(children: list[Child], stop: asyncio.Event) -> int:
-    """Until a stop, or until what is left cannot serve. A child that dies is reported with its last lines; the rest
-    serves on."""
+    """Until a stop, or until what is left cannot serve. A child that ends is reported with its last lines; the rest
+    serves on. One that was drained ends well."""
     stopped = asyncio.create_task(stop.wait())
     waits = {asyncio.create_task(child.wait()): child for child in children}
     failed = False
     while waits and not stop.is_set():
         done, _ = await asyncio.wait({stopped, *waits}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {stopped}:
+        ended = done - {stopped}
+        for task in ended:
             child = waits.pop(task)
-            failed = True
+            failed = failed or task.result() != 0
             print(child.obituary(), file=sys.stderr, flush=True)
-        if failed and not _can_serve(children):
+        if ended and not _can_serve(children):
             print("what is left cannot serve", file=sys.stderr, flush=True)
             break
     for task in (stopped, *waits):

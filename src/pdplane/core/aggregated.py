@@ -8,7 +8,7 @@ from .admission import demand, queue_full, refuse
 from .batch import Batch, Running
 from .effects import AnswerFailed, RunWhole
 from .errors import Cause, deadline, duplicate_rid
-from .events import Cancel, Computed, Drain, Event, JobArrived, Released
+from .events import Cancel, Computed, Drain, Event, JobArrived, Released, Retracted
 from .ids import Rid
 from .node import Limits, Node, TimerKey
 from .pages import Owner, Page
@@ -29,7 +29,7 @@ class AggregatedNode(Node):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
-        self.reserve = Reserve(self.ledger)
+        self.reserve = Reserve(self.ledger, limits)
         self.batch = Batch(self, self.reserve)
         self._queue: AdmissionQueue[_Job] = AdmissionQueue(limits.max_overtakes)
         self._waiting: dict[Rid, _Job] = {}
@@ -50,6 +50,8 @@ class AggregatedNode(Node):
                 self._cancel(rid, cause)
             case Computed(rid=rid, tokens=tokens):
                 self.batch.computed(rid, tokens)
+            case Retracted(rid=rid, tokens=tokens):
+                self.batch.retracted(rid, tokens)
             case Released(rid=rid, error=error):
                 self.batch.released(rid, error)
             case Drain(reason):
@@ -67,14 +69,15 @@ class AggregatedNode(Node):
 
     def _after(self) -> None:
         self.batch.grow()
+        self.batch.restore()
         while not self.batch.full:
-            job = self._queue.pop_fitting(self._fits, self.reserve.stamp)
+            job = self._queue.pop_fitting(self._fits, self.batch.stamp)
             if job is None:
                 return
             self._start(job)
 
     def _fits(self, job: _Job) -> bool:
-        return self.reserve.may_admit(job.pages, job.most, running=True)
+        return self.batch.may_admit(job.pages, job.most, job.arrived.priority, running=True)
 
     def _arrived(self, event: JobArrived) -> None:
         if event.rid in self._waiting or event.rid in self.batch.running:
@@ -93,13 +96,23 @@ class AggregatedNode(Node):
         self.note(event.rid, None, "queued")
 
     def _start(self, job: _Job) -> None:
-        rid = job.arrived.rid
+        arrived, rid, owner = job.arrived, job.arrived.rid, Owner(job.arrived.rid)
         self._forget(rid)
-        owner = Owner(rid)
         self.reserve.admit(owner, job.pages, job.most)
         pages = self.ledger.take(job.pages, Page.ACTIVE, owner)
         self.out.append(RunWhole(rid, pages, job.max_new))
-        self.batch.start(Running(rid, None, owner, list(pages), job.most, 0, job.since), job.arrived.deadline)
+        request = Running(
+            rid=rid,
+            room=None,
+            owner=owner,
+            pages=list(pages),
+            most=job.most,
+            tokens=0,
+            arrived_at=job.since,
+            priority=arrived.priority,
+            prompt=arrived.prompt_tokens,
+        )
+        self.batch.start(request, arrived.deadline)
 
     def _cancel(self, rid: Rid, cause: Cause) -> None:
         if self.batch.cancel(rid, cause):

@@ -1,52 +1,70 @@
-"""What the engine runs at decode or at an aggregated worker: its pages, their growth, its end.
+"""What the engine runs at decode or at an aggregated worker: its pages, their growth, who gives way, its end.
 
-A request grows by a page when less than half a page is left ahead of it, where the reserve allows; one that may not
-grow is left out of the engine's steps until it may. Its pages are free only when the engine has released it.
+A request asks for a page when no more than half a page is left ahead of it. Where none is free it goes on to its edge;
+only there, where its next token has no place, somebody gives way for it (core/retract.py says who). Pages are free only
+when the engine has let go of them: Retracted or Released, its own completion.
 """
 
 from __future__ import annotations
 
-import msgspec
+from bisect import insort
 
-from .effects import AbortEngine, ExtendPages
+from .effects import AbortEngine, ExtendPages, FinishEngine, RestoreEngine, RetractEngine
 from .errors import Cause, deadline
-from .ids import PageId, Rid, Room
+from .ids import Rid
+from .layout import pages_for
 from .node import Node
-from .pages import Owner, Page
+from .pages import Page
 from .reserve import Reserve
+from .retract import Phase, Running, by_rank, due, victim
 
+__all__ = ["Batch", "Running"]
 
-class Running(msgspec.Struct):
-    rid: Rid
-    room: Room | None
-    owner: Owner
-    pages: list[PageId]
-    most: int  # pages
-    tokens: int  # with KV in the pages
-    arrived_at: float
-    aborting: bool = False
+RETURNABLE = (Page.GRANTED, Page.FILLED, Page.DRAINING)
 
 
 class Batch:
-    """The running requests of one node."""
+    """The requests of one node that its engine knows: running, and laid aside."""
 
     def __init__(self, node: Node, reserve: Reserve) -> None:
         self.running: dict[Rid, Running] = {}
         self._node = node
         self._reserve = reserve
         self._hungry: dict[Rid, None] = {}
-        self._grew_hungry = 0
-        self._fed_at: tuple[object, ...] = ()
+        self._aside: list[Running] = []  # by rank: they wait to come back, or will once their copy is made
+        self._placeless = 0  # in host memory, ending ones too
+        self._started = 0
 
     def __len__(self) -> int:
         return len(self.running)
 
     @property
     def full(self) -> bool:
-        return len(self.running) >= self._node.limits.max_running
+        return len(self.running) - self._placeless >= self._node.limits.max_running
+
+    @property
+    def parked(self) -> int:
+        """Requests that are laid aside now, or are being so, and will come back."""
+        return len(self._aside)
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """A newcomer that was refused stays refused while this is the same."""
+        return (*self._reserve.stamp, self._aside[0].priority if self._aside else None)
+
+    def may_admit(self, pages: int, most: int, priority: int, *, running: bool = False) -> bool:
+        """May a newcomer take `pages` now? Not while anybody of its priority or a higher one is laid aside: that one
+        was here before, and its pages would never come together."""
+        if self._aside and priority <= self._aside[0].priority:
+            return False
+        return self._reserve.may_admit(pages, most, running=running)
+
+    # --- a request's life -------------------------------------------------------------------------------------------
 
     def start(self, request: Running, deadline_at: float) -> None:
         """The engine owns it from here; its pages are `active` already."""
+        self._started += 1
+        request.serial = self._started
         self.running[request.rid] = request
         self._reserve.run(request.owner)
         self._node.timers.set(("running", request.rid), deadline_at)
@@ -55,18 +73,30 @@ class Batch:
 
     def computed(self, rid: Rid, tokens: int) -> None:
         request = self.running.get(rid)
-        if request and not request.aborting:
+        if request and request.steps:
             request.tokens = tokens
             self._watch(request)
 
+    def retracted(self, rid: Rid, tokens: int) -> None:
+        """Own completion: the copy is made, the pages are free. One that is leaving meanwhile does not come back."""
+        request = self.running.get(rid)
+        if request is None or request.phase is not Phase.SPILLING:
+            self._node.count("late", "retracted")
+            return
+        request.phase, request.tokens = Phase.PARKED, tokens
+        self._placeless += 1
+        freed = self._free(request)
+        self._node.note(rid, request.room, "retracted", f"{tokens} tokens, {freed} pages freed")
+        self._node.count("retracted")
+
     def cancel(self, rid: Rid, cause: Cause) -> bool:
-        """Ends a running request; False where it is not one. The first verdict stays."""
+        """Ends a running request, or one laid aside; False where it is neither. The first verdict stays."""
         request = self.running.get(rid)
         if request is None:
             return False
         if not request.aborting:
             request.aborting = True
-            self._hungry.pop(rid, None)
+            self._leave(request)
             self._node.answer_failed(rid, request.room, cause)
             self._node.out.append(AbortEngine(rid))
         return True
@@ -77,11 +107,11 @@ class Batch:
         if request is None:
             self._node.count("late", "released")
             return
-        self._hungry.pop(rid, None)
+        self._leave(request)
         self._node.timers.clear(("running", rid))
-        self._reserve.drop(request.owner)
-        self._node.ledger.free(request.pages, request.owner)
-        self._node.note(rid, request.room, "freed", f"{len(request.pages)} pages")
+        self._placeless -= request.phase is Phase.PARKED
+        freed = self._free(request)
+        self._node.note(rid, request.room, "freed", f"{freed} pages")
         if error and not request.aborting:
             self._node.answer_failed(rid, request.room, Cause("engine_error", error, 500, side=self._node.side))
         self._node.note(rid, request.room, "released", error)
@@ -90,25 +120,121 @@ class Batch:
         if request := self.running.get(rid):
             self.cancel(rid, deadline(self._node.side, self._node.now - request.arrived_at))
 
+    # --- growth -----------------------------------------------------------------------------------------------------
+
     def grow(self) -> None:
-        """Feeds the hungry, first come first served, as far as the reserve allows. Before any admission."""
-        if self._fed_at == (self._reserve.stamp, self._grew_hungry):
-            return
-        for rid in list(self._hungry):
-            request = self.running[rid]
-            if not self._reserve.may_grow(request.owner):
-                continue
-            (page,) = self._node.ledger.take(1, Page.ACTIVE, request.owner)
-            self._reserve.grown(request.owner)
-            request.pages.append(page)
-            self._node.out.append(ExtendPages(rid, (page,)))
-            del self._hungry[rid]
-            self._watch(request)
-        self._fed_at = (self._reserve.stamp, self._grew_hungry)
+        """Feeds the hungry, the first by rank first; makes room for those at their edge. Before any admission."""
+        if self._hungry and (free := self._node.ledger.free_count):
+            for request in sorted((self.running[rid] for rid in self._hungry), key=by_rank)[:free]:
+                self._feed(request)
+        self._make_room()
+
+    def _feed(self, request: Running) -> None:
+        (page,) = self._node.ledger.take(1, Page.ACTIVE, request.owner)
+        self._reserve.grown(request.owner)
+        request.pages.append(page)
+        self._node.out.append(ExtendPages(request.rid, (page,)))
+        del self._hungry[request.rid]
+        self._watch(request)
+
+    def _make_room(self) -> None:
+        """Nobody gives way for pages that are due anyhow."""
+        starving = [rid for rid in self._hungry if self._at_edge(self.running[rid])]
+        while starving and len(starving) > due(self.running.values()):
+            gives = victim(self.running.values())
+            if gives is None:
+                self._alone()
+                return
+            self._retract(gives)
+            starving = [rid for rid in starving if rid != gives.rid]
+
+    def _alone(self) -> None:
+        """The one that starves is the first by rank, and nobody can give way for it."""
+        first, *others = [request for request in self.running.values() if request.steps]
+        if others:
+            return  # they compute their prompts, for which they have all pages; then they can
+        if self.full and self._node.ledger.counts[Page.FILLED]:
+            self._retract(first)
+        elif not self._returnable():
+            self._finish(first)
+
+    # --- laid aside -------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Those laid aside come back, in order, as pages and places allow. After growth; before finished hand-offs go
+        to the batch, which wait for no pages and so are never held up by this."""
+        while self._aside and not self.full:
+            request = self._aside[0]
+            if request.phase is Phase.SPILLING:
+                return
+            if count := self._pages_back(request):
+                self._restore(request, count)
+            elif len(self._reserve) or self._returnable():
+                return
+            else:
+                self._finish(request)
+
+    def _pages_back(self, request: Running) -> int:
+        """How many pages it comes back with, 0 where it may not now: as for a newcomer, growth is kept free, so that it
+        is not laid aside again at once. One that finds the pool to itself takes what there is, if that leads on."""
+        size, free = self._node.limits.page_size, self._node.ledger.free_count
+        wanted = min(pages_for(request.tokens, size) + 1, request.most)
+        if self._reserve.may_admit(wanted, request.most, running=True):
+            return wanted
+        alone = not len(self._reserve) and free < wanted
+        return free if alone and free * size > request.tokens else 0
+
+    def _restore(self, request: Running, count: int) -> None:
+        self._aside.remove(request)
+        self._placeless -= 1
+        self._reserve.admit(request.owner, count, request.most, running=True)
+        request.pages = list(self._node.ledger.take(count, Page.ACTIVE, request.owner))
+        request.phase = Phase.RUNNING
+        self._node.out.append(RestoreEngine(request.rid, tuple(request.pages)))
+        self._node.note(request.rid, request.room, "restored", f"{count} pages")
+        self._node.count("restored")
+        self._watch(request)
+
+    def _retract(self, request: Running) -> None:
+        request.phase = Phase.SPILLING
+        self._stop_growing(request)
+        insort(self._aside, request, key=by_rank)
+        self._node.ledger.shift(request.pages, request.owner, Page.ACTIVE, Page.SPILLING)
+        self._node.out.append(RetractEngine(request.rid, tuple(request.pages)))
+
+    # --- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Running) -> None:
+        self._leave(request)
+        self._node.out.append(FinishEngine(request.rid))
+        self._node.note(request.rid, request.room, "cut", "the pages that it lacks are in quarantine")
+        self._node.count("cut")
+
+    def _leave(self, request: Running) -> None:
+        request.leaving = True
+        self._stop_growing(request)
+        if request in self._aside:
+            self._aside.remove(request)
+
+    def _stop_growing(self, request: Running) -> None:
+        self._hungry.pop(request.rid, None)
+        self._reserve.drop(request.owner)
+
+    def _free(self, request: Running) -> int:
+        pages, request.pages = request.pages, []
+        self._node.ledger.free(pages, request.owner)
+        return len(pages)
+
+    def _returnable(self) -> bool:
+        """May pages come back that nobody who runs holds?"""
+        counts = self._node.ledger.counts
+        return any(counts[state] for state in RETURNABLE) or due(self.running.values()) > 0
+
+    def _at_edge(self, request: Running) -> bool:
+        return request.tokens >= len(request.pages) * self._node.limits.page_size
 
     def _watch(self, request: Running) -> None:
         size = self._node.limits.page_size
         ahead = len(request.pages) * size - request.tokens
-        if len(request.pages) < request.most and ahead <= size // 2 and request.rid not in self._hungry:
+        if len(request.pages) < request.most and ahead <= size // 2:
             self._hungry[request.rid] = None
-            self._grew_hungry += 1

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from .admission import queue_full, refuse
 from .batch import Batch
+from .dialler import Dialler
 from .door import Door
-from .effects import AnswerFailed, SendFrame, Teardown
+from .effects import AnswerFailed, CloseConn, Lane, SendFrame, Teardown
 from .errors import Cause, deadline
 from .events import (
     Cancel,
@@ -24,40 +25,48 @@ from .events import (
     LegArrived,
     OperatorRelease,
     PagesLanded,
+    RankKnown,
     Released,
+    Retracted,
     RouteFailed,
     RouteKnown,
+    TornDown,
 )
-from .frames import Abort, Beat, Drained, Failed, Frame, Received, Success
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, PageId, Rid, Room, Seat
+from .frames import Beat, Drained, Failed, Frame, Ready, Success
+from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, PageId, Rank, Rid, Room
+from .layout import EARLY
 from .membership import Membership
 from .node import Limits, Node, TimerKey
+from .owed import FromPrefill, Owed
 from .pages import NOBODY, Owner
 from .receiver import Receiver
 from .reserve import Reserve
-from .rooms import Rooms
-from .session import Dialler, Gone, Identity, Notice, Refused, Up
+from .rooms import Rooms, Tombstone
+from .session import Gone, Identity, Notice, Refused, Up
 from .table import RE, R
 
 ENDED_STATES = (R.DRAINING, R.QUARANTINE)
+BOUND_STATES = (R.ANNOUNCED, R.ALLOCATING, R.GRANTED)
 
 
 class DecodeNode(Node):
-    """`fence`: the transport is receiver-placed, so that revoking a grant here is a proof."""
+    """`fenced`: the kinds of transport that are receiver-placed, so that revoking a grant here is a proof."""
 
     side = "decode"
 
-    def __init__(self, me: Identity, limits: Limits, *, fence: bool) -> None:
+    def __init__(self, me: Identity, limits: Limits, *, fenced: frozenset[str]) -> None:
         super().__init__(limits)
         self.instance: Instance = me.instance
-        self.fence = fence
+        self.policy = me.stamp.policy
+        self.fenced = fenced
         self.rooms: Rooms[Receiver] = Rooms(limits.tombstone_s)
-        self.reserve = Reserve(self.ledger)
+        self.reserve = Reserve(self.ledger, limits)
         self.batch = Batch(self, self.reserve)
         self.members = Membership(me, limits.session, self.out, self._beat)
         self.door = Door(self, self.reserve, self.batch)
         self._waiting: set[Room] = set()
-        self._owed: dict[Seat, dict[Room, None]] = {}  # rooms over here, which that seat has not confirmed
+        self._allocating: set[Room] = set()  # of these, what stands at the door for pages
+        self._owed = Owed(self)
         self._by_rid: dict[Rid, Receiver] = {}
         self._by_grant: dict[GrantNo, Receiver] = {}
         self._progress: dict[Room, int] = {}
@@ -73,8 +82,8 @@ class DecodeNode(Node):
         self._grants += 1
         return GrantNo(self._grants)
 
-    def send(self, seat: Seat, frame: Frame) -> bool:
-        conn = self.members.conn(seat)
+    def send(self, link: Link, frame: Frame) -> bool:
+        conn = self.members.conn(link)
         if conn is None:
             return False
         self.out.append(SendFrame(conn, frame))
@@ -83,9 +92,16 @@ class DecodeNode(Node):
     def settled(self, receiver: Receiver) -> None:
         """Clocks and queues follow the machine's state."""
         room, state = receiver.room, receiver.state
-        if state not in (R.QUEUED, R.ALLOCATING):
+        if state not in (R.QUEUED, R.ANNOUNCED, R.ALLOCATING):
             self._waiting.discard(room)
-        if state is R.GRANTED:
+            self._allocating.discard(room)
+        if state is R.ANNOUNCED:
+            self.timers.clear(("queue", room))
+            if not self.timers.is_set(("progress", room)):
+                self._wind_progress(room)
+        elif state is R.ALLOCATING and room not in self._allocating:
+            self._ask_for_pages(receiver)
+        elif state is R.GRANTED:
             self.timers.clear(("queue", room))
         elif state is R.SUCCESS:
             self.door.arrived(receiver)
@@ -113,8 +129,8 @@ class DecodeNode(Node):
         match event:
             case FrameIn(conn, frame):
                 self._frame(conn, frame)
-            case PagesLanded(grant, pages):
-                self._landed(grant, pages)
+            case PagesLanded(grant, link, pages):
+                self._landed(grant, link, pages)
             case Computed(rid=rid, tokens=tokens):
                 self.batch.computed(rid, tokens)
             case Released(rid=rid, error=error):
@@ -123,17 +139,19 @@ class DecodeNode(Node):
                 self._leg(event)
             case Cancel(rid, cause):
                 self._cancel(rid, cause)
-            case GrantQuiet(grant):
-                self._quiet(grant)
-            case RouteKnown():
-                self.members.known(event, self.now)
-            case RouteFailed(address, cause):
-                self._route_bad(self.members.failed(address), cause)
-            case Dialled(endpoint, conn):
-                self._notices(self.members.diallers[endpoint], self.members.diallers[endpoint].dialled(conn, self.now))
-            case DialFailed(endpoint, error):
-                dialler = self.members.diallers[endpoint]
-                self._notices(dialler, dialler.dial_failed(error, self.now))
+            case Retracted(rid=rid, tokens=tokens):
+                self.batch.retracted(rid, tokens)
+            case GrantQuiet(grant, here, kind):
+                if receiver := self._granted_as(grant, "quiet"):
+                    receiver.fenced(here, kind)
+            case TornDown(peer, upto):
+                for receiver in list(self.rooms.live.values()):
+                    if receiver.grant <= upto:  # a later grant went to the same instance over a connection made anew
+                        receiver.torn_down(peer)
+            case RouteKnown() | RankKnown() | RouteFailed():
+                self._route(event)
+            case Dialled() | DialFailed():
+                self._dial_ended(event)
             case ConnLost(conn):
                 if dialler_of := self.members.by_conn(conn):
                     self._notices(dialler_of, dialler_of.lost(self.now))
@@ -149,8 +167,8 @@ class DecodeNode(Node):
         if kind == "running" and isinstance(name, str):
             self.batch.overdue(Rid(name))
             return
-        if kind == "owed" and isinstance(name, Seat):
-            self._owed.pop(name, None)
+        if kind == "owed" and isinstance(name, Link):
+            self._owed.expire(name)
             return
         receiver = self.rooms.get(Room(name)) if isinstance(name, int) else None
         if receiver is None:
@@ -170,13 +188,17 @@ class DecodeNode(Node):
     def _after(self) -> None:
         for dialler, notice in self.members.tick(self.now):
             self._notices(dialler, [notice])
-        for room, seats in self.members.ready():
-            self._route_ok(room, seats)
+        for room, met in self.members.ready():
+            if isinstance(met, Cause):
+                self._route_bad([room], met)
+            else:
+                self._route_ok(room, met)
         self.batch.grow()
+        self.batch.restore()
         self.door.harvest()
         for receiver in self.door.admit(self.next_grant):
             self._by_grant[receiver.grant] = receiver
-            self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
+            self._wind_progress(receiver.room)
             receiver.apply(RE.PAGES_OK)
         due = self.members.next_due()
         if due is not None:
@@ -209,8 +231,11 @@ class DecodeNode(Node):
         self.timers.set(("deadline", leg.room), leg.deadline)
         self.timers.set(("queue", leg.room), self.now + self.limits.queue_limit_s)
         self.note(leg.rid, leg.room, R.QUEUED)
-        if seats := self.members.seek(leg.address, leg.room):
-            self._route_ok(leg.room, seats)
+        found = self.members.seek(leg.address, leg.room, leg.dp_rank, self.now)
+        if isinstance(found, Cause):
+            self._route_bad([leg.room], found)
+        elif found:
+            self._route_ok(leg.room, found)
 
     def _cancel(self, rid: Rid, cause: Cause) -> None:
         if self.batch.cancel(rid, cause):
@@ -221,16 +246,49 @@ class DecodeNode(Node):
             return
         receiver.apply(RE.CANCEL, cause=cause)
 
-    def _route_ok(self, room: Room, seats: tuple[Seat, ...]) -> None:
+    def _dial_ended(self, event: Dialled | DialFailed) -> None:
+        dialler = self.members.diallers.get((event.endpoint, event.here))
+        if dialler is None:  # given up meanwhile
+            self.count("late", "dial")
+            if isinstance(event, Dialled):
+                self.out.append(CloseConn(event.conn))
+        elif isinstance(event, Dialled):
+            self._notices(dialler, dialler.dialled(event.conn, self.now))
+        else:
+            self._notices(dialler, dialler.dial_failed(event.error, self.now))
+
+    def _route(self, event: RouteKnown | RankKnown | RouteFailed) -> None:
+        match event:
+            case RouteKnown():
+                for room, cause in self.members.known(event, self.now):
+                    self._route_bad([room], cause)
+            case RankKnown(room=room):
+                if bad := self.members.rank_known(event, self.now):
+                    self._route_bad([room], bad)
+            case RouteFailed(address, cause):
+                self._route_bad(self.members.failed(address), cause)
+
+    def _route_ok(self, room: Room, lanes: tuple[Lane, ...]) -> None:
         receiver = self.rooms.get(room)
         if receiver is None:
             return
-        receiver.bind(seats)
+        receiver.bind(lanes)
         if receiver.owes_abort:
             receiver.owed_abort()
-            return
-        receiver.apply(RE.ROUTE_OK)
+        else:
+            receiver.apply(RE.ROUTE_OK if self.policy == EARLY else RE.ROUTE_OK_AHEAD)
+
+    def _ask_for_pages(self, receiver: Receiver) -> None:
+        """It stands at the door from now on; where it was computed ahead, its wait for pages begins only now."""
+        room = receiver.room
+        self._allocating.add(room)
         self.door.push(receiver)
+        self.timers.clear(("progress", room))
+        if not self.timers.is_set(("queue", room)):
+            self.timers.set(("queue", room), self.now + self.limits.queue_limit_s)
+
+    def _wind_progress(self, room: Room) -> None:
+        self.timers.set(("progress", room), self.now + self.limits.progress_limit_s)
 
     def _route_bad(self, rooms: list[Room], cause: Cause) -> None:
         for room in rooms:
@@ -267,9 +325,7 @@ class DecodeNode(Node):
             self.reserve.drop(receiver.owner)
         self.rooms.bury(room, receiver.cause, receiver.rid, receiver.grant, self.now)
         if receiver.cause is not None:
-            for seat in receiver.unconfirmed:
-                self._owed.setdefault(seat, {})[room] = None
-                self.timers.set(("owed", seat), self.now + self.limits.tombstone_s)
+            self._owed.note(room, receiver.unconfirmed)
 
     def _operator_release(self, grant: GrantNo) -> None:
         receiver = self._by_grant.get(grant)
@@ -286,120 +342,108 @@ class DecodeNode(Node):
             self.count("late", "frame")
             return
         self._notices(dialler, dialler.frame(frame, self.now))
-        seat = dialler.bound if dialler.up else None
+        link = dialler.link if dialler.up else None
         if isinstance(frame, Beat):
-            if seat and frame.src == seat.instance:
-                self._peer_progress(seat, frame)
-        elif isinstance(frame, (Success, Failed, Drained)):
-            if seat is None or (frame.dst, frame.src, frame.rank) != (self.instance, seat.instance, seat.rank):
+            if link and frame.src == link.there.instance:
+                self._peer_progress(link, frame)
+        elif isinstance(frame, (Ready, Success, Failed, Drained)):
+            if link is None or (frame.dst, frame.src, frame.rank) != (self.instance, *_named(link)):
                 self.count("late", "identity")
             else:
-                self._room_frame(seat, frame)
+                self._room_frame(link, frame)
 
-    def _room_frame(self, seat: Seat, frame: Success | Failed | Drained) -> None:
+    def _room_frame(self, link: Link, frame: FromPrefill) -> None:
         receiver = self.rooms.get(frame.room)
         if receiver is None:
-            self._latecomer(seat, frame)
+            self._owed.latecomer(link, frame)
             return
         # A FAILED may have left before prefill saw the grant; nothing else proves for a grant that it does not name.
         known = (receiver.grant, NO_GRANT) if isinstance(frame, Failed) else (receiver.grant,)
-        if seat not in receiver.seats or frame.grant not in known:
+        if link not in receiver.landed or frame.grant not in known:
             self.count("late", "grant")
-            return
-        if isinstance(frame, Success):
-            receiver.success(seat, frame.row)
+        elif isinstance(frame, Ready):
+            receiver.computed(link)
+        elif isinstance(frame, Success):
+            receiver.success(link, frame.row)
         elif isinstance(frame, Failed):
-            receiver.apply(RE.PEER_FAILED, cause=frame.cause, seat=seat)
+            receiver.apply(RE.PEER_FAILED, cause=frame.cause, link=link)
         else:
-            receiver.drained(seat)
+            receiver.drained(link)
 
-    def _latecomer(self, seat: Seat, frame: Success | Failed | Drained) -> None:
-        """For a room that is over. Prefill that still holds a row is told what became of it."""
-        owed = self._owed.get(seat, {})
-        if not isinstance(frame, Failed) and frame.room in owed:
-            del owed[frame.room]
-        else:
-            self.count("late", type(frame).__name__.lower())
-        stone = self.rooms.tombstone(frame.room, self.now)
-        if stone is None or not isinstance(frame, Success):
-            return
-        room, grant = frame.room, frame.grant
-        if stone.cause is None:
-            self.send(seat, Received(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank))
-        else:
-            self._abort_again(seat, room, grant, stone.cause)
+    def tombstone(self, room: Room) -> Tombstone | None:
+        return self.rooms.tombstone(room, self.now)
 
-    def _abort_again(self, seat: Seat, room: Room, grant: GrantNo, cause: Cause) -> None:
-        frame = Abort(room=room, grant=grant, src=self.instance, dst=seat.instance, rank=seat.rank, cause=cause)
-        self.send(seat, frame)
-
-    def _resync(self, seat: Seat) -> None:
-        """The frame of each room's state again. Rooms that are over here (a closed fence needs nobody's word) and may
-        not be over there are aborted: a terminal status always crosses (rule 1)."""
+    def _resync(self, link: Link) -> None:
+        """The frame of each room's state again, and what is owed for those that are over here."""
         for receiver in list(self.rooms.live.values()):
-            receiver.session_up(seat)
-        for room in list(self._owed.get(seat, ())):
-            stone = self.rooms.tombstone(room, self.now)
-            if stone is not None and stone.cause is not None:
-                self._abort_again(seat, room, stone.grant, stone.cause)
+            receiver.session_up(link)
+        self._owed.resync(link)
 
-    def _landed(self, grant: GrantNo, pages: tuple[PageId, ...]) -> None:
+    def _landed(self, grant: GrantNo, link: Link, pages: tuple[PageId, ...]) -> None:
+        receiver = self._granted_as(grant, "landed")
+        if receiver is None:
+            return
+        if receiver.state is not R.GRANTED or link not in receiver.landed:
+            self.count("late", "landed")
+            return
+        self._wind_progress(receiver.room)
+        receiver.page_landed(link, set(pages).intersection(receiver.pages))
+
+    def _granted_as(self, grant: GrantNo, what: str) -> Receiver | None:
         receiver = self._by_grant.get(grant)
         if receiver is None:
-            self.count("late", "landed")
-            return
-        if receiver.state is not R.GRANTED:
-            self.count("late", "landed")
-            return
-        self.timers.set(("progress", receiver.room), self.now + self.limits.progress_limit_s)
-        receiver.page_landed(set(pages).intersection(receiver.pages))
+            self.count("late", what)
+        return receiver
 
-    def _quiet(self, grant: GrantNo) -> None:
-        if receiver := self._by_grant.get(grant):
-            receiver.fenced()
-        else:
-            self.count("late", "quiet")
-
-    def _peer_progress(self, seat: Seat, beat: Beat) -> None:
+    def _peer_progress(self, link: Link, beat: Beat) -> None:
         """A room that prefill still queues (-1), or has got further with, is not stuck."""
         for number, tokens in beat.progress.items():
             room = Room(number)
             receiver = self.rooms.get(room)
-            if receiver is None or receiver.state is not R.GRANTED or seat not in receiver.seats:
+            if receiver is None or receiver.state not in (R.ANNOUNCED, R.GRANTED) or link not in receiver.landed:
                 continue
             if tokens < 0 or self._progress.get(room) != tokens:
                 self._progress[room] = tokens
-                self.timers.set(("progress", room), self.now + self.limits.progress_limit_s)
+                self._wind_progress(room)
 
     def _notices(self, dialler: Dialler, notices: list[Notice]) -> None:
         for notice in notices:
             match notice:
-                case Up(seat):
-                    self._resync(seat)
+                case Up(link):
+                    self.members.met(dialler)
+                    self._resync(link)
                 case Gone(instance):
+                    self.members.gone(instance)
                     self._instance_gone(instance)
                     self.members.want_waiting(self.now)
                     self._chase(dialler)
                 case Refused(cause):
-                    self._route_bad(self.members.refused(dialler.endpoint), cause)
+                    self._route_bad(self.members.refused(dialler), cause)
                     self._chase(dialler)
 
     def _chase(self, dialler: Dialler) -> None:
         """A peer that froze may come back: while its proof is missing, keep asking. A successor ends the search."""
         ended = [receiver for receiver in self.rooms.live.values() if receiver.state in ENDED_STATES]
-        if any(dialler.was in receiver.holders for receiver in ended):
-            dialler.want(self.now)
+        missing = {link for receiver in ended for link in receiver.holders}
+        peer = dialler.was.there.instance if dialler.was else None
+        for other in self.members.diallers.values():
+            if other.was in missing and other.was.there.instance == peer:
+                other.want(self.now)
 
     def _instance_gone(self, instance: Instance) -> None:
         text = f"prefill {instance} is gone: its session ended and did not come back"
         cause = Cause("peer_gone", text, 503, retryable=True, side="prefill")
         self.count("peer_gone")
-        self.out.append(Teardown(instance))
         for receiver in list(self.rooms.live.values()):
-            for seat in receiver.seats:
-                if seat.instance == instance and receiver.state in (R.ALLOCATING, R.GRANTED, *ENDED_STATES):
+            for link in receiver.links:
+                if link.there.instance == instance and receiver.state in (*BOUND_STATES, *ENDED_STATES):
                     end = receiver.state not in ENDED_STATES
-                    receiver.apply(RE.PEER_GONE, cause=cause if end else None, seat=seat)
+                    receiver.apply(RE.PEER_GONE, cause=cause if end else None, link=link)
+        self.out.append(Teardown(instance, GrantNo(self._grants)))
 
     def _beat(self) -> Beat:
         return Beat(src=self.instance, running=len(self.batch), waiting=self.waiting)
+
+
+def _named(link: Link) -> tuple[Instance, Rank]:
+    return link.there.instance, link.there.rank

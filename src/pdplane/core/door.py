@@ -16,7 +16,8 @@ from .table import RE
 
 
 class Door:
-    """`harvest` before `admit`: what is finished goes on before anything new is let in (I14)."""
+    """`harvest` before `admit`: what is finished goes on before anything new is let in, also while requests are laid
+    aside (I14)."""
 
     def __init__(self, node: Node, reserve: Reserve, batch: Batch) -> None:
         self._node, self._reserve, self._batch = node, reserve, batch
@@ -40,10 +41,10 @@ class Door:
         return len(self._arrived)
 
     def admit(self, next_grant: Callable[[], GrantNo]) -> Iterator[Receiver]:
-        """All pages of a prompt on every rank, or none; room to grow to the end is spoken for (core/reserve.py). Each
-        receiver comes with its grant and pages, and is to be told PAGES_OK before the next one is asked for."""
+        """All pages of a prompt, or none, beside what is kept free for growth (core/reserve.py). Each receiver comes
+        with its grant and pages, and is to be told PAGES_OK before the next one is asked for."""
         while len(self._reserve) < 2 * self._node.limits.max_running:
-            receiver = self._waiting.pop_fitting(self._fits, self._reserve.stamp)
+            receiver = self._waiting.pop_fitting(self._fits, self._batch.stamp)
             if receiver is None:
                 return
             need, receiver.grant = receiver.need, next_grant()
@@ -52,23 +53,35 @@ class Door:
             yield receiver
 
     def harvest(self) -> None:
-        """Finished hand-offs: answered where the row ends them, else into the batch while it has a place."""
+        """Finished hand-offs: answered where the row ends them, else into the batch while it has a place. Who comes to
+        the batch may want a page at once, and may be the one to give way: growth is looked at again."""
+        size = len(self._batch)
         for receiver in list(self._arrived.values()):
             row = receiver.row
             assert row is not None
             if row.finish_reason is not None:
                 receiver.apply(RE.ROW_ENDS)
-            elif not self._batch.full and self._reserve.may_run(receiver.owner):
+            elif not self._batch.full:
                 self._run(receiver)
+        if len(self._batch) > size:
+            self._batch.grow()
 
     def _fits(self, receiver: Receiver) -> bool:
-        return self._reserve.may_admit(receiver.need.pages, receiver.need.most)
+        return self._batch.may_admit(receiver.need.pages, receiver.need.most, receiver.leg.priority)
 
     def _run(self, receiver: Receiver) -> None:
         assert receiver.row is not None
-        need, pages, owner = receiver.need, receiver.pages, receiver.owner
+        leg, need = receiver.leg, receiver.need
+        request = Running(
+            rid=receiver.rid,
+            room=receiver.room,
+            owner=receiver.owner,
+            pages=list(receiver.pages),
+            most=need.most,
+            tokens=leg.prompt.tokens,
+            arrived_at=receiver.arrived_at,
+            priority=leg.priority,
+        )
         receiver.apply(RE.BATCH)
-        self._node.out.append(RunDecode(receiver.rid, pages, receiver.row, need.max_new))
-        tokens = receiver.leg.prompt.tokens
-        request = Running(receiver.rid, receiver.room, owner, list(pages), need.most, tokens, receiver.arrived_at)
-        self._batch.start(request, receiver.leg.deadline)
+        self._node.out.append(RunDecode(request.rid, tuple(request.pages), receiver.row, need.max_new))
+        self._batch.start(request, leg.deadline)

@@ -9,8 +9,9 @@ import msgspec
 
 from .errors import Cause
 from .events import ControlEndpoint
-from .frames import Frame, Row
-from .ids import ConnId, GrantNo, Instance, MoveNo, PageId, Rid, Room
+from .frames import DataEndpoint, Frame, Row
+from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
+from .slices import Slice
 
 # --- control network ----------------------------------------------------------------------------------------------
 
@@ -21,10 +22,18 @@ class LookUp(msgspec.Struct, frozen=True):
     address: str
 
 
+class LookUpRank(msgspec.Struct, frozen=True):
+    """Ask the registry at `address` which dp rank has this room -> RankKnown | RouteFailed."""
+
+    address: str
+    room: Room
+
+
 class Dial(msgspec.Struct, frozen=True):
-    """-> Dialled | DialFailed."""
+    """For our rank `here` -> Dialled | DialFailed."""
 
     endpoint: ControlEndpoint
+    here: Rank
 
 
 class SendFrame(msgspec.Struct, frozen=True):
@@ -32,6 +41,14 @@ class SendFrame(msgspec.Struct, frozen=True):
 
     conn: ConnId
     frame: Frame
+
+
+class SessionRefused(msgspec.Struct, frozen=True):
+    """For whoever asks why two workers do not pair: a session with `peer` ("" where it was not told) was refused, by us
+    or by the peer."""
+
+    peer: Instance
+    cause: Cause
 
 
 class CloseConn(msgspec.Struct, frozen=True):
@@ -43,63 +60,83 @@ class CloseConn(msgspec.Struct, frozen=True):
 # --- transport, decode's end --------------------------------------------------------------------------------------
 
 
+class Lane(msgspec.Struct, frozen=True):
+    """How one link's pages come: by which kind of transport, and what of each page."""
+
+    link: Link
+    kind: str
+    slice: Slice
+
+
 class ArmGrant(msgspec.Struct, frozen=True):
-    """Let `peers` land these pages under the grant. Precedes the GRANT frames (O2)."""
+    """Let these lanes land these pages under the grant. Precedes the GRANT frames (O2)."""
 
     grant: GrantNo
-    peers: tuple[Instance, ...]
     pages: tuple[PageId, ...]
+    lanes: tuple[Lane, ...]
 
 
 class RevokeGrant(msgspec.Struct, frozen=True):
-    """Close the local fence -> GrantQuiet, at once or when the last landing ends."""
+    """Close the local fence of this rank and kind, where there is one -> GrantQuiet, at once or when the last landing
+    ends. Where there is none, nothing may ever come."""
 
     grant: GrantNo
+    here: Rank
+    kind: str
 
 
 class DisarmGrant(msgspec.Struct, frozen=True):
+    """Forget the grant, on this rank and kind."""
+
     grant: GrantNo
+    here: Rank
+    kind: str
 
 
 # --- transport, prefill's end -------------------------------------------------------------------------------------
 
 
 class ConnectData(msgspec.Struct, frozen=True):
-    peer: Instance
-    host: str
-    port: int
-    token: str
+    """Pages for this link go to `endpoint`; `slice`: what of each page."""
+
+    link: Link
+    endpoint: DataEndpoint
+    slice: Slice
 
 
 class MovePages(msgspec.Struct, frozen=True):
-    """Write page `src[i]` of ours to page `dst[i]` of the peer -> MoveDone, exactly once."""
+    """Write (our link's slice of) page `src[i]` to page `dst[i]` of the peer -> MoveDone, exactly once."""
 
     move: MoveNo
     grant: GrantNo
-    peer: Instance
+    link: Link
     src: tuple[PageId, ...]
     dst: tuple[PageId, ...]
 
 
 class CancelMoves(msgspec.Struct, frozen=True):
     grant: GrantNo
-    peer: Instance
+    link: Link
 
 
 class Teardown(msgspec.Struct, frozen=True):
-    """Cut everything with this instance on the data plane."""
+    """Cut everything with this instance on the data plane -> TornDown, with the same `upto`, where that proves that
+    nothing of it lands any more. At decode, `upto` is the last grant that was given to anybody."""
 
     peer: Instance
+    upto: GrantNo = NO_GRANT
 
 
 # --- engine -------------------------------------------------------------------------------------------------------
 
 
 class RunPrefill(msgspec.Struct, frozen=True):
-    """-> Computed..., Sampled, Released."""
+    """-> Computed..., Sampled, Released. The first `cached_tokens` have their KV in the pages already, which are
+    shared: they are read and not written."""
 
     rid: Rid
     pages: tuple[PageId, ...]
+    cached_tokens: int = 0
 
 
 class RunDecode(msgspec.Struct, frozen=True):
@@ -123,6 +160,27 @@ class RunWhole(msgspec.Struct, frozen=True):
 class ExtendPages(msgspec.Struct, frozen=True):
     rid: Rid
     pages: tuple[PageId, ...]
+
+
+class RetractEngine(msgspec.Struct, frozen=True):
+    """Lay this request aside at the end of the step, its KV copied to host memory -> Retracted, or the Released of an
+    end that came first."""
+
+    rid: Rid
+    pages: tuple[PageId, ...]
+
+
+class RestoreEngine(msgspec.Struct, frozen=True):
+    """Copy the KV of a retracted request back, bit for bit, into these pages, and go on."""
+
+    rid: Rid
+    pages: tuple[PageId, ...]
+
+
+class FinishEngine(msgspec.Struct, frozen=True):
+    """End this request here with finish reason `length`: it cannot grow, and nobody else holds pages. -> Released."""
+
+    rid: Rid
 
 
 class AbortEngine(msgspec.Struct, frozen=True):
@@ -173,8 +231,10 @@ class Alarm(msgspec.Struct, frozen=True):
 
 Effect = (
     LookUp
+    | LookUpRank
     | Dial
     | SendFrame
+    | SessionRefused
     | CloseConn
     | ArmGrant
     | RevokeGrant
@@ -187,6 +247,9 @@ Effect = (
     | RunDecode
     | RunWhole
     | ExtendPages
+    | RetractEngine
+    | RestoreEngine
+    | FinishEngine
     | AbortEngine
     | AnswerFailed
     | AnswerRow

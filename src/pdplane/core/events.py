@@ -10,7 +10,7 @@ import msgspec
 
 from .errors import Cause
 from .frames import Frame, PromptId, TopLogprob
-from .ids import ConnId, GrantNo, MoveNo, PageId, Rank, Rid, Room
+from .ids import ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Shape
 
 # --- from the HTTP edge -------------------------------------------------------------------------------------------
 
@@ -19,6 +19,9 @@ class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of an attempt. `address` is the registry of its prefill (decode side only). `max_new`: tokens wanted.
     `deadline` is absolute on the core's clock. An AnswerFailed for this rid among the effects of this very event is the
     newcomer's, also where the rid is in use: a shell does not let in a rid that another client still waits for.
+
+    dp_rank: the prefill rank that was named explicitly (decode side only). page_keys: one key per full page of the
+    prompt, each over all tokens up to that page's end (prefill side, where prefixes are cached).
     """
 
     rid: Rid
@@ -28,6 +31,8 @@ class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     address: str = ""
     priority: int = 0
+    dp_rank: int | None = None
+    page_keys: tuple[bytes, ...] = ()
 
 
 class LegRefused(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,10 +85,21 @@ class ControlEndpoint(msgspec.Struct, frozen=True, order=True):
 
 
 class RouteKnown(msgspec.Struct, frozen=True):
-    """The registry at `address` answered: which endpoint serves which prefill rank."""
+    """The registry at `address` answered: the group's shape, and which endpoint serves which rank. `follow_room`: a
+    room's dp rank is room % dp; otherwise prefill says it per room (RankKnown)."""
 
     address: str
     ranks: tuple[tuple[Rank, ControlEndpoint], ...]
+    shape: Shape = Shape()
+    follow_room: bool = True
+
+
+class RankKnown(msgspec.Struct, frozen=True):
+    """The registry at `address` says which dp rank has taken this room; None where it does not know yet."""
+
+    address: str
+    room: Room
+    dp_rank: int | None
 
 
 class RouteFailed(msgspec.Struct, frozen=True):
@@ -93,16 +109,21 @@ class RouteFailed(msgspec.Struct, frozen=True):
 
 class Dialled(msgspec.Struct, frozen=True):
     endpoint: ControlEndpoint
+    here: Rank
     conn: ConnId
 
 
 class DialFailed(msgspec.Struct, frozen=True):
     endpoint: ControlEndpoint
+    here: Rank
     error: str
 
 
 class Accepted(msgspec.Struct, frozen=True):
+    """On the control port of our rank `here`."""
+
     conn: ConnId
+    here: Rank
 
 
 class FrameIn(msgspec.Struct, frozen=True):
@@ -118,14 +139,27 @@ class ConnLost(msgspec.Struct, frozen=True):
 
 
 class PagesLanded(msgspec.Struct, frozen=True):
+    """What this link brings of these pages is complete."""
+
     grant: GrantNo
+    link: Link
     pages: tuple[PageId, ...]
 
 
 class GrantQuiet(msgspec.Struct, frozen=True):
-    """The local fence has closed: nothing lands under this grant any more."""
+    """The local fence of this rank and kind of transport has closed: nothing lands there under this grant any more."""
 
     grant: GrantNo
+    here: Rank
+    kind: str
+
+
+class TornDown(msgspec.Struct, frozen=True):
+    """Everything with this instance is cut on the data plane: no later byte of it can land under a grant up to `upto`
+    (peer-level proof)."""
+
+    peer: Instance
+    upto: GrantNo
 
 
 class MoveDone(msgspec.Struct, frozen=True):
@@ -156,6 +190,14 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     ended: str | None = None
 
 
+class Retracted(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine has laid this request aside: KV of its first `tokens` tokens is copied to host memory, its pages are
+    touched no more (own completion). Follows RetractEngine, unless a Released comes instead."""
+
+    rid: Rid
+    tokens: int
+
+
 class Released(msgspec.Struct, frozen=True, kw_only=True):
     """The engine touches this request's pages no more (own completion). `error` where it ended by a fault."""
 
@@ -179,6 +221,7 @@ Event = (
     | OperatorRelease
     | RouteKnown
     | RouteFailed
+    | RankKnown
     | Dialled
     | DialFailed
     | Accepted
@@ -186,9 +229,11 @@ Event = (
     | ConnLost
     | PagesLanded
     | GrantQuiet
+    | TornDown
     | MoveDone
     | Computed
     | Sampled
+    | Retracted
     | Released
     | Tick
 )

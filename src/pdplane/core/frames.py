@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from .errors import Cause
-from .ids import NO_GRANT, GrantNo, Instance, PageId, Rank, Room
+from .ids import NO_GRANT, GrantNo, Instance, PageId, Rank, Room, Shape
 from .layout import Stamp
 
 
@@ -44,9 +44,22 @@ class PromptId(msgspec.Struct, frozen=True, array_like=True):
 # --- session frames -------------------------------------------------------------------------------------------
 
 
+class DataEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank takes pages by one kind of transport, or (at prefill) that it can send by it.
+
+    `where`: the host that both ends must share ("" for kinds that cross hosts). `token` must be the mover's first
+    word there."""
+
+    kind: str
+    where: str = ""
+    host: str = ""
+    port: int = 0
+    token: str = ""
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="t"):
-    """First frame of the dialler (decode). `dst` "" accepts whoever listens. The data endpoint is where prefill
-    dials to move pages; `data_token` must be its first word there."""
+    """First frame of the dialler (decode). `dst` "" accepts whoever listens. `data`: where prefill may move pages to,
+    by kind; the three `data_` fields say the same of tcp, for a prefill of protocol 1."""
 
     src: Instance
     dst: Instance
@@ -58,16 +71,20 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="t"):
     data_port: int = 0
     data_token: str = ""
     secret: str = ""
+    shape: Shape = Shape()
+    data: tuple[DataEndpoint, ...] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", tag_field="t"):
-    """The listener's (prefill) answer: the session is up."""
+    """The listener's (prefill) answer: the session is up, and pages will come by transport `data_kind`."""
 
     src: Instance
     dst: Instance
     rank: Rank
     stamp: Stamp
     protocol: int = 1
+    shape: Shape = Shape()
+    data_kind: str = "tcp"
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject", tag_field="t"):
@@ -103,11 +120,13 @@ class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
 
 
 class Grant(_RoomFrame, frozen=True, tag="grant", kw_only=True):
-    """`pages[i]` of the receiver's pool takes page i of the prompt. Authorises writes to these pages only."""
+    """`pages[i]` of the receiver's pool takes page i of the prompt. Authorises writes to these pages only, and on this
+    session only. `links`: the (prefill rank, decode rank) pairs of the whole grant; () where this one is all."""
 
     pages: tuple[PageId, ...]
     prompt: PromptId
     time_left_s: float
+    links: tuple[tuple[Rank, Rank], ...] = ()
 
 
 class Abort(_RoomFrame, frozen=True, tag="abort", kw_only=True):
@@ -119,6 +138,12 @@ class Received(_RoomFrame, frozen=True, tag="received", kw_only=True):
 
 
 # --- room frames, prefill to decode -----------------------------------------------------------------------------
+
+
+class Ready(_RoomFrame, frozen=True, tag="ready", kw_only=True):
+    """The prompt is computed and its KV held, for `held_s` more: decode may reserve and grant (prefill_complete)."""
+
+    held_s: float
 
 
 class Success(_RoomFrame, frozen=True, tag="success", kw_only=True):
@@ -135,6 +160,6 @@ class Drained(_RoomFrame, frozen=True, tag="drained", kw_only=True):
 
 SessionFrame = Hello | Welcome | Reject | Beat
 ToPrefill = Announce | Grant | Abort | Received
-ToDecode = Success | Failed | Drained
+ToDecode = Ready | Success | Failed | Drained
 RoomFrame = ToPrefill | ToDecode
 Frame = SessionFrame | RoomFrame

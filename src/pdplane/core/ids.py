@@ -51,14 +51,37 @@ class Rank(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"dp{self.dp}cp{self.cp}tp{self.tp}pp{self.pp}"
 
 
+class Shape(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """How many ranks an instance group has along each axis; every size at least 1."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __str__(self) -> str:
+        return f"dp {self.dp}, cp {self.cp}, tp {self.tp}, pp {self.pp}"
+
+
 class Seat(msgspec.Struct, frozen=True, order=True):
-    """A rank of one instance: the unit that is told, granted and that owes proofs."""
+    """A rank of one instance: one pool of pages, one end of sessions."""
 
     instance: Instance
     rank: Rank
 
     def __str__(self) -> str:
         return f"{self.instance}/{self.rank}"
+
+
+class Link(msgspec.Struct, frozen=True, order=True):
+    """A rank of ours and a rank of a peer between which pages move: the unit that is told, granted, and that owes
+    proofs. Each has a control session of its own."""
+
+    here: Rank
+    there: Seat
+
+    def __str__(self) -> str:
+        return f"{self.there} to {self.here}"
 
 
 def room_named(text: str) -> Room | None:

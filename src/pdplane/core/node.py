@@ -31,6 +31,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     progress_limit_s: float = 60.0  # granted, and no sign of work
     drain_limit_s: float = 30.0
     row_ttl_s: float = 30.0
+    hold_term_s: float = 30.0  # prefill_complete: how long computed KV waits for decode's grant
+    held_pages: int = 0  # prefill_complete: most pages computed ahead of a grant; 0: half of the pool
+    prefix_cache: bool = True  # prefill: keep the full pages of what was sent
+    reserve_tokens: int = (
+        512  # decode: growth kept free for each request at admission; beyond it, requests are retracted
+    )
     tombstone_s: float = 310.0
     max_overtakes: int = 8
     max_queue: int = 1024
@@ -86,6 +92,10 @@ class Node(ABC):
     def audit(self) -> list[str]:
         """Faults of conservation; a served process alarms on any."""
         return self.ledger.audit()
+
+    def audit_all(self) -> list[str]:
+        """The same with every page walked, for tests and the simulator."""
+        return self.ledger.audit_all()
 
     # --- for the machines of this node --------------------------------------------------------------------------
 

@@ -1,10 +1,15 @@
 """The prefill worker's core: rooms from leg or grant to SUCCESS, the queue for computing, and decode's sessions.
 
-Prompts start in order of their grants, while credits and pages last: none free is back-pressure, not failure.
+Prompts start in order of their grants (early) or legs (prefill_complete), while credits and pages last: none free is
+back-pressure, not failure. What is computed ahead of its grant is held under a term, and may fill a part of the pool
+only: held KV waits for decode, and must not starve what decode has granted already.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+from .acceptor import Acceptor
 from .admission import queue_full, refuse
 from .effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
 from .errors import Cause, deadline
@@ -22,19 +27,23 @@ from .events import (
     Released,
     Sampled,
 )
-from .frames import Abort, Announce, Beat, Drained, Failed, Frame, Grant, Received, Row
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, MoveNo, Rank, Rid, Room
-from .layout import pages_for
+from .frames import Abort, Announce, Beat, Frame, Grant, Received, Row
+from .holds import Holds
+from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, PageId, Rid, Room
+from .layout import PREFILL_COMPLETE, pages_for
 from .node import Limits, Node, TimerKey
 from .pages import Owner, Page
+from .prefix import PrefixCache
 from .queues import AdmissionQueue
-from .rooms import Rooms, Tombstone
+from .reception import FromDecode, Reception, duplicate
+from .rooms import Rooms
 from .sender import Sender
-from .session import NO_CONN, Acceptor, Gone, Identity, Notice, Up
+from .session import NO_CONN, Gone, Identity, Notice, Up
 from .table import SE, S
 
-ToPrefillFrame = Announce | Grant | Abort | Received
 QUEUED_MARK = -1  # in a beat: known, and not begun
+WORKING = (S.WAITING, S.ARMED, S.AHEAD, S.HELD, S.STREAMING, S.FLUSHING)
+CLOCKS = ("leg", "announce", "hold", "row", "drain")
 
 
 class PrefillNode(Node):
@@ -43,7 +52,9 @@ class PrefillNode(Node):
     def __init__(self, me: Identity, limits: Limits) -> None:
         super().__init__(limits)
         self.instance: Instance = me.instance
-        self.rank: Rank = me.rank
+        self.ranks = me.ranks
+        self.ahead = me.stamp.policy == PREFILL_COMPLETE
+        self.cache = PrefixCache(self.ledger)
         self.rooms: Rooms[Sender] = Rooms(limits.tombstone_s)
         self.sessions = Acceptor(me, limits.session, self.out, self._beat)
         self._queue: AdmissionQueue[Sender] = AdmissionQueue(limits.max_overtakes)
@@ -51,7 +62,10 @@ class PrefillNode(Node):
         self._by_move: dict[MoveNo, Sender] = {}
         self._waiting: set[Room] = set()
         self._orphans: set[Room] = set()  # asked for by a decode, without a leg
+        self._holds = Holds(limits.held_pages or self.ledger.capacity // 2, limits.hold_term_s)
+        self._reception = Reception(self)
         self._moves = 0
+        self._returned = 0  # times that a room has given its pages back
         self.computing = 0  # prompts that the engine has
 
     # --- Desk -------------------------------------------------------------------------------------------------------
@@ -66,15 +80,32 @@ class PrefillNode(Node):
         self._by_move[number] = sender
         return number
 
-    def session_up(self, peer: Instance) -> bool:
-        return self.sessions.conn_of(peer) != NO_CONN
+    def conn_of(self, link: Link) -> ConnId:
+        return self.sessions.conn_of(link)
 
-    def send(self, peer: Instance, frame: Frame) -> bool:
-        conn = self.sessions.conn_of(peer)
+    def send(self, link: Link, frame: Frame) -> bool:
+        conn = self.sessions.conn_of(link)
         if conn == NO_CONN:
             return False
         self.out.append(SendFrame(conn, frame))
         return True
+
+    def hold_left_s(self, sender: Sender) -> float:
+        return self._holds.left_s(sender.room, self.now)
+
+    def keep(self, sender: Sender, state: Page) -> None:
+        """Only a prompt that was computed whole comes here: nothing of an aborted one is ever shared (O3)."""
+        assert sender.leg is not None
+        owner, own = Owner(sender.leg.rid), sender.own
+        keys = sender.leg.page_keys if self.limits.prefix_cache else ()
+        full = max(0, len(keys) - sender.shared)
+        if keys:
+            self.cache.keep(keys, own[:full], owner, state)
+        self.ledger.free(own[full:], owner)
+
+    def release(self, sender: Sender) -> None:
+        self._returned += 1
+        self.cache.release(sender.pages[: sender.shared])
 
     def settled(self, sender: Sender) -> None:
         """Clocks and queues follow the machine's state."""
@@ -84,13 +115,16 @@ class PrefillNode(Node):
                 rooms.add(room)
             else:
                 rooms.discard(room)
-        if state in (S.ORPHAN, S.WAITING):
-            kind = "leg" if state is S.ORPHAN else "announce"
-            self._swap_clock(room, kind, None if sender.peer and kind == "announce" else self.now + limits.peer_wait_s)
-        elif state is S.ARMED:
-            self._swap_clock(room, "armed", None)
-            if sender not in self._queue:
-                self._queue.push(sender, sender.leg.priority if sender.leg else 0)
+        if state not in (S.AHEAD, S.HELD):
+            self._holds.granted(room)
+        if state in (S.ARMED, S.WAITING) and (self.ahead or state is S.ARMED):
+            self._enqueue(sender)
+        if state is S.ORPHAN:
+            self._swap_clock(room, "leg", self.now + limits.peer_wait_s)
+        elif state in (S.WAITING, S.AHEAD):
+            self._swap_clock(room, "announce", None if sender.peer else self.now + limits.peer_wait_s)
+        elif state is S.HELD:
+            self._hold(sender)
         elif state is S.SENT:
             self._swap_clock(room, "row", self.now + limits.row_ttl_s)
             self.timers.clear(("deadline", room))
@@ -100,6 +134,19 @@ class PrefillNode(Node):
             self.timers.clear(("deadline", room))
         elif state is S.GONE:
             self._gone(sender)
+        else:
+            self._swap_clock(room, "work", None)
+
+    def _hold(self, sender: Sender) -> None:
+        """The term runs once; beside it, as long as no decode has asked, the clock for its first word."""
+        room = sender.room
+        self.timers.set(("hold", room), self._holds.hold(room, self.now))
+        if sender.peer:
+            self.timers.clear(("announce", room))
+
+    def _enqueue(self, sender: Sender) -> None:
+        if sender not in self._queue:
+            self._queue.push(sender, sender.leg.priority if sender.leg else 0)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -131,8 +178,8 @@ class PrefillNode(Node):
                 self._leg_refused(room, cause)
             case Cancel(rid, cause):
                 self._cancel(rid, cause)
-            case Accepted(conn):
-                self.sessions.accepted(conn, self.now)
+            case Accepted(conn, here):
+                self.sessions.accepted(conn, here, self.now)
             case ConnLost(conn):
                 self.sessions.lost(conn, self.now)
             case Drain(reason):
@@ -156,13 +203,17 @@ class PrefillNode(Node):
             sender.apply(SE.CANCEL, cause=Cause("no_decode", text, 504, retryable=True, side=self.side))
         elif kind == "row":
             sender.apply(SE.TTL)
+        elif kind == "hold":
+            text = f"decode did not grant room {sender.room} within {self.limits.hold_term_s:g} s of its KV being held"
+            sender.apply(SE.HOLD_END, cause=Cause("hold_expired", text, 503, retryable=True, side="decode"))
         elif kind == "drain":
             sender.apply(SE.DRAIN_LIMIT)
 
     def _after(self) -> None:
         self._notices(self.sessions.tick(self.now))
         while self.computing < self.limits.max_running:
-            sender = self._queue.pop_fitting(self._fits, self.ledger.free_count)
+            look = (self.cache.available, self._returned, self._holds.pages)
+            sender = self._queue.pop_fitting(self._fits, look)
             if sender is None:
                 break
             self._start(sender)
@@ -216,7 +267,24 @@ class PrefillNode(Node):
     # --- computing --------------------------------------------------------------------------------------------------
 
     def _fits(self, sender: Sender) -> bool:
-        return self._need(sender) <= self.ledger.free_count
+        """Pages for what is not cached; and, ahead of a grant, within the cap of what may be held."""
+        need = self._need(sender)
+        if sender.state is not S.WAITING and need <= self.ledger.free_count:
+            return True  # without a look into the cache, which takes its time for a long prompt
+        hits = self._hits(sender)
+        new = need - len(hits)
+        if sender.state is S.WAITING and not self._holds.has_room(new):
+            return False
+        self.cache.hold(hits)  # what it shares cannot be evicted for it
+        fits = new <= self.cache.available
+        self.cache.release(hits)
+        return fits
+
+    def _hits(self, sender: Sender) -> tuple[PageId, ...]:
+        """The last token is always computed, for its logits: a page that ends with it is not shared."""
+        assert sender.leg is not None
+        most = (sender.leg.prompt.tokens - 1) // self.limits.page_size
+        return self.cache.match(sender.leg.page_keys[:most]) if self.limits.prefix_cache else ()
 
     def _need(self, sender: Sender) -> int:
         assert sender.leg is not None
@@ -224,10 +292,15 @@ class PrefillNode(Node):
 
     def _start(self, sender: Sender) -> None:
         assert sender.rid is not None
-        pages = self.ledger.take(self._need(sender), Page.COMPUTING, Owner(sender.rid))
-        self.out.append(RunPrefill(sender.rid, pages))
+        hits = self._hits(sender)
+        self.cache.hold(hits)
+        new = self._need(sender) - len(hits)
+        own = self.cache.take(new, Page.COMPUTING, Owner(sender.rid))
+        self.out.append(RunPrefill(sender.rid, hits + own, len(hits) * self.limits.page_size))
         self.computing += 1
-        sender.start(pages)
+        sender.start(hits + own, len(hits))
+        if sender.state is S.AHEAD:
+            self._holds.start(sender.room, new)
 
     def _released(self, rid: Rid, error: str) -> None:
         sender = self._by_rid.get(rid)
@@ -239,7 +312,7 @@ class PrefillNode(Node):
 
     def _sampled(self, event: Sampled) -> None:
         sender = self._by_rid.get(event.rid)
-        if sender is None or sender.leg is None or sender.state is not S.STREAMING:
+        if sender is None or sender.leg is None or sender.state not in (S.STREAMING, S.AHEAD):
             self.count("late", "sampled")
             return
         prompt = sender.leg.prompt
@@ -248,7 +321,7 @@ class PrefillNode(Node):
                 first_token=event.token,
                 prompt_tokens=prompt.tokens,
                 prompt_digest=prompt.digest,
-                cached_tokens=event.cached_tokens,
+                cached_tokens=sender.cached_tokens,
                 logprob=event.logprob,
                 top_logprobs=event.top_logprobs,
                 finish_reason=event.ended,
@@ -256,8 +329,9 @@ class PrefillNode(Node):
         )
 
     def _gone(self, sender: Sender) -> None:
-        for kind in ("deadline", "leg", "announce", "row", "drain"):
+        for kind in ("deadline", *CLOCKS):
             self.timers.clear((kind, sender.room))
+        self._holds.forget(sender.room)
         self._queue.remove(sender)
         if sender.rid:
             self._by_rid.pop(sender.rid, None)
@@ -265,7 +339,7 @@ class PrefillNode(Node):
 
     def _swap_clock(self, room: Room, kind: str, due: float | None) -> None:
         """At most one of the waiting clocks runs; one that runs already is not wound up again."""
-        for other in ("leg", "announce", "row", "drain"):
+        for other in CLOCKS:
             if other != kind or due is None:
                 self.timers.clear((other, room))
         if due is not None and not self.timers.is_set((kind, room)):
@@ -277,83 +351,62 @@ class PrefillNode(Node):
         self._notices(self.sessions.frame(conn, frame, self.now))
         if not isinstance(frame, (Announce, Grant, Abort, Received)):
             return
-        peer = self.sessions.peer_of(conn)
-        if peer is None:
+        link = self.sessions.link_of(conn)
+        if link is None:
             return
-        if (frame.dst, frame.src, frame.rank) != (self.instance, peer, self.rank):
+        if (frame.dst, frame.src, frame.rank) != (self.instance, link.there.instance, link.here):
             self.count("late", "identity")
             if frame.dst != self.instance:
                 self.sessions.reject(conn, frame.dst, self.now)
             return
-        self._room_frame(peer, frame)
+        self._room_frame(link, frame)
 
-    def _room_frame(self, peer: Instance, frame: ToPrefillFrame) -> None:
+    def _room_frame(self, link: Link, frame: FromDecode) -> None:
         sender = self.rooms.get(frame.room)
         if sender is None:
             stone = self.rooms.tombstone(frame.room, self.now)
             if stone is not None:
-                self._from_the_grave(peer, frame, stone)
+                self._reception.over(link, frame, stone)
                 return
             if isinstance(frame, Received):
                 self.count("late", "received")
                 return
+            if isinstance(frame, Grant) and (wrong := self._reception.ill_formed(link, frame)):
+                self._reception.refuse(link, frame, wrong)
+                return
             if len(self._orphans) >= self.limits.max_queue and not isinstance(frame, Abort):
-                self._answer(peer, frame, queue_full(self))  # a decode that asks without end costs no memory
+                self._reception.refuse(link, frame, queue_full(self))  # a decode that asks without end costs no memory
                 return
             sender = self._open(frame.room)
-        if sender.peer not in (None, peer):
-            self._not_theirs(peer, frame)
-        elif isinstance(frame, (Abort, Received)) and sender.grant and sender.grant.grant != frame.grant:
+        grant = sender.grant
+        if sender.peer not in (None, link.there.instance):
+            self._reception.not_theirs(link, frame)
+        elif isinstance(frame, (Abort, Received)) and grant and grant.grant != frame.grant:
             self.count("late", "grant")
-        elif isinstance(frame, Grant) and sender.grant and sender.grant.grant != frame.grant:
-            self._answer(peer, frame, duplicate(frame.room, f"it has grant {sender.grant.grant}"))
         elif isinstance(frame, Grant):
-            sender.granted(frame)
+            if grant and grant.grant != frame.grant:
+                self._reception.refuse(link, frame, duplicate(frame.room, f"it has grant {grant.grant}"))
+            elif wrong := self._reception.ill_formed(link, frame):
+                self._reception.refuse(link, frame, wrong)
+            else:
+                sender.grant_in(link, frame)
         elif isinstance(frame, Announce):
-            sender.announced(frame)
+            sender.announced(link)
         elif isinstance(frame, Abort):
-            sender.aborted(frame)
+            sender.aborted(link, frame)
         else:
             sender.apply(SE.RECEIVED)
-
-    def _not_theirs(self, peer: Instance, frame: ToPrefillFrame) -> None:
-        """Another decode has this room: the second is told, and nothing was ever written for it."""
-        self.count("duplicate_room")
-        if isinstance(frame, (Announce, Grant)):
-            self._answer(peer, frame, duplicate(frame.room, "another decode has asked for it"))
-        elif isinstance(frame, Abort):
-            self._drained(peer, frame.room, frame.grant)
-
-    def _from_the_grave(self, peer: Instance, frame: ToPrefillFrame, stone: Tombstone) -> None:
-        """The room is over here: whoever asks is told so, with the proof that nothing will be written."""
-        self.count("late", type(frame).__name__.lower())
-        if isinstance(frame, (Announce, Grant)):
-            self._answer(peer, frame, stone.cause or duplicate(frame.room, "it is over"))
-        elif isinstance(frame, Abort):
-            self._drained(peer, frame.room, frame.grant)
-
-    def _answer(self, peer: Instance, frame: ToPrefillFrame, cause: Cause) -> None:
-        room, grant = frame.room, frame.grant
-        self.send(peer, Failed(room=room, grant=grant, src=self.instance, dst=peer, rank=self.rank, cause=cause))
-        self._drained(peer, room, grant)
-
-    def _drained(self, peer: Instance, room: Room, grant: GrantNo) -> None:
-        self.send(peer, Drained(room=room, grant=grant, src=self.instance, dst=peer, rank=self.rank))
 
     def _notices(self, notices: list[Notice]) -> None:
         for notice in notices:
             if isinstance(notice, Up):
-                self._peer_up(notice.seat.instance)
+                self._link_up(notice)
             elif isinstance(notice, Gone):
                 self._peer_gone(notice.instance)
 
-    def _peer_up(self, peer: Instance) -> None:
-        hello = self.sessions.hello_of(peer)
-        if hello is not None:
-            self.out.append(ConnectData(peer, hello.data_host, hello.data_port, hello.data_token))
-        for sender in list(self.rooms.live.values()):
-            if sender.peer == peer:
-                sender.resume()
+    def _link_up(self, up: Up) -> None:
+        """Rooms go on when their GRANT is said again: decode may have given some of them up meanwhile."""
+        self.out.append(ConnectData(up.link, up.endpoint, up.slice))
 
     def _peer_gone(self, peer: Instance) -> None:
         self.count("peer_gone")
@@ -366,12 +419,18 @@ class PrefillNode(Node):
     def _beat(self, peer: Instance) -> Beat:
         """Progress of each room of this peer: tokens computed and pages moved, or the mark of one that waits."""
         progress = {
-            int(room): QUEUED_MARK if sender.state in (S.WAITING, S.ARMED) else sender.computed + sender.moved
+            int(room): QUEUED_MARK if sender.state in (S.WAITING, S.ARMED) else sender.computed + sender.sending
             for room, sender in self.rooms.live.items()
-            if sender.peer == peer and sender.state in (S.WAITING, S.ARMED, S.STREAMING, S.FLUSHING)
+            if sender.peer == peer and sender.state in WORKING
         }
         return Beat(src=self.instance, running=self.computing, waiting=self.waiting, progress=progress)
 
+    def audit(self) -> list[str]:
+        return super().audit() + self.cache.audit(self._shared())
 
-def duplicate(room: Room, why: str) -> Cause:
-    return Cause("duplicate_room", f"room {room} is taken: {why}", 409, side="prefill")
+    def audit_all(self) -> list[str]:
+        return super().audit_all() + self.cache.audit_all(self._shared())
+
+    def _shared(self) -> Counter[PageId]:
+        """How many rooms read each page of the prefix cache."""
+        return Counter(page for sender in self.rooms.live.values() for page in sender.pages[: sender.shared])

@@ -1,8 +1,9 @@
 """Decode's side of one room: applies RECEIVER of core/table.py, keeps the rank sets and the pages.
 
-Ranks are sets, never counters: who was told, who is quiet, who has succeeded. A rank is quiet once it can write no
-more under this room's grant: by SUCCESS, by the closed local fence, by DRAINED where there is no fence, or because
-it was never handed a GRANT and its instance is gone. `quiet >= told` is the proof that frees pages (O4).
+Links are sets, never counters: who was told, who is quiet, who has succeeded. A link is quiet once nothing can be
+written over it any more under this room's grant: by SUCCESS, by the closed local fence, by DRAINED where there is no
+fence, by the peer-level teardown, or because it was never handed a GRANT and its instance is gone. `quiet >= told` is
+the proof that frees pages (O4).
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Iterable
 from typing import Protocol, TypedDict
 
 from .admission import demand
-from .effects import AnswerRow, ArmGrant, DisarmGrant, RevokeGrant
+from .effects import AnswerRow, ArmGrant, DisarmGrant, Lane, RevokeGrant
 from .errors import Cause
 from .events import LegArrived
 from .frames import Abort, Announce, Frame, Grant, Received, Row
-from .ids import NO_GRANT, GrantNo, Instance, PageId, Rank, Rid, Room, Seat
+from .ids import NO_GRANT, GrantNo, Instance, Link, PageId, Rank, Rid, Room
 from .node import Node
 from .pages import Owner, Page
 from .table import RA, RE, RECEIVER, KVPoll, R, receiver_poll
@@ -25,14 +26,13 @@ class Desk(Protocol):
     """What a receiver needs of its node beside the outbox and the ledger."""
 
     instance: Instance
-    fence: bool
+    fenced: frozenset[str]
+    policy: str
 
     @property
     def node(self) -> Node: ...
 
-    def next_grant(self) -> GrantNo: ...
-
-    def send(self, seat: Seat, frame: Frame) -> bool:
+    def send(self, link: Link, frame: Frame) -> bool:
         """False where no session with exactly this instance is up: the resync will say it again."""
         ...
 
@@ -61,13 +61,14 @@ class Receiver:
         self.rid: Rid = leg.rid
         self.arrived_at = arrived_at
         self.state = R.QUEUED
-        self.seats: tuple[Seat, ...] = ()
-        self.told: set[Seat] = set()  # handed any frame of this room
-        self.granted: set[Seat] = set()  # handed its GRANT: these owe a proof
-        self.quiet: set[Seat] = set()
-        self.drained_by: set[Seat] = set()
-        self.succeeded: set[Seat] = set()
-        self.landed: set[PageId] = set()
+        self.lanes: tuple[Lane, ...] = ()
+        self.told: set[Link] = set()  # handed any frame of this room
+        self.granted: set[Link] = set()  # handed its GRANT: these owe a proof
+        self.quiet: set[Link] = set()
+        self.drained_by: set[Link] = set()
+        self.succeeded: set[Link] = set()
+        self.ready: set[Link] = set()
+        self.landed: dict[Link, set[PageId]] = {}
         self.pages: tuple[PageId, ...] = ()
         self.grant = NO_GRANT
         self.row: Row | None = None
@@ -81,21 +82,25 @@ class Receiver:
         return Owner(f"grant {self.grant}")
 
     @property
+    def links(self) -> list[Link]:
+        return [lane.link for lane in self.lanes]
+
+    @property
     def poll(self) -> KVPoll:
-        return receiver_poll(self.state, landed=bool(self.landed), failed=self.cause is not None)
+        return receiver_poll(self.state, landed=any(self.landed.values()), failed=self.cause is not None)
 
     @property
-    def holders(self) -> list[Seat]:
-        """Seats whose proof is missing."""
-        return [seat for seat in self.seats if seat in self.told and seat not in self.quiet]
+    def holders(self) -> list[Link]:
+        """Links whose proof is missing."""
+        return [link for link in self.links if link in self.told and link not in self.quiet]
 
     @property
-    def unconfirmed(self) -> set[Seat]:
-        """Seats that know of this room and have not said themselves that it is over."""
+    def unconfirmed(self) -> set[Link]:
+        """Links that know of this room and have not said themselves that it is over."""
         return self.told - self.drained_by - self.succeeded
 
-    def apply(self, event: RE, *, cause: Cause | None = None, seat: Seat | None = None) -> None:
-        """One cell of the table. `cause`: why, for events that end the room. `seat`: whose event it is."""
+    def apply(self, event: RE, *, cause: Cause | None = None, link: Link | None = None) -> None:
+        """One cell of the table. `cause`: why, for events that end the room. `link`: whose event it is."""
         step = RECEIVER.get((self.state, event))
         if step is None:
             self._node.count("late", f"{self.state}/{event}")
@@ -106,104 +111,129 @@ class Receiver:
                 self.cause = cause
             else:
                 self._node.count("late_verdict", cause.code)
-        if event is RE.PEER_GONE and seat is not None and seat not in self.granted:
-            self.quiet.add(seat)  # never granted: it owes no proof
+        if event is RE.PEER_GONE and link is not None and link not in self.granted:
+            self.quiet.add(link)  # never granted: it owes no proof
         if was is not self.state:
             self._node.note(self.rid, self.room, self.state, str(cause) if cause else "")
         for action in actions:
-            self._act(action, seat)
+            self._act(action, link)
         self._desk.settled(self)
         self._derive()
 
     # --- what peers and transport report ----------------------------------------------------------------------------
 
-    def bind(self, seats: Iterable[Seat]) -> None:
+    def bind(self, lanes: Iterable[Lane]) -> None:
         """The route is known and the sessions are up."""
-        self.seats = tuple(seats)
+        self.lanes = tuple(lanes)
+        self.landed = {lane.link: set() for lane in self.lanes}
 
     def take(self, pages: tuple[PageId, ...]) -> None:
         """All pages of the prompt, already `granted` in the ledger under `owner`. Precedes PAGES_OK."""
         self.pages = pages
 
-    def success(self, seat: Seat, row: Row) -> None:
+    def computed(self, link: Link) -> None:
+        """READY: this rank of prefill holds the prompt's KV."""
+        if self.state is not R.ANNOUNCED:
+            self._node.count("late", f"{self.state}/ready")
+            return
+        self.ready.add(link)
+        self._derive()
+
+    def success(self, link: Link, row: Row) -> None:
         if self.state not in (R.GRANTED, R.DRAINING, R.QUARANTINE):
             self._node.count("late", f"{self.state}/success")
             return
-        self.quiet.add(seat)
-        self.succeeded.add(seat)
+        self.quiet.add(link)
+        self.succeeded.add(link)
         if self.state is R.GRANTED:
-            self._take_row(seat, row)
+            self._take_row(link, row)
         self._derive()
 
-    def _take_row(self, seat: Seat, row: Row) -> None:
+    def _take_row(self, link: Link, row: Row) -> None:
         prompt = self.leg.prompt
         if (row.prompt_digest, row.prompt_tokens) != (prompt.digest, prompt.tokens):
             theirs = f"{row.prompt_digest.hex()} of {row.prompt_tokens} tokens"
             ours = f"{prompt.digest.hex()} of {prompt.tokens} tokens"
             text = f"prefill computed another prompt: {theirs}, decode has {ours}"
-            self.apply(RE.ROW_BAD, cause=Cause("prompt_mismatch", text, 500, side="decode"), seat=seat)
+            self.apply(RE.ROW_BAD, cause=Cause("prompt_mismatch", text, 500, side="decode"), link=link)
+        elif self.row is not None and self.row != row:
+            text = f"the ranks of prefill {link.there.instance} sent different rows: {self.row} and {row}"
+            self.apply(RE.ROW_BAD, cause=Cause("row_mismatch", text, 500, side="prefill"), link=link)
         else:
-            self.row = self.row or row
+            self.row = row
 
-    def drained(self, seat: Seat) -> None:
+    def drained(self, link: Link) -> None:
         """Prefill says FAILED before DRAINED, so a room that is not over has nothing to drain. Where this side has a
         fence, the fence alone proves: bytes that prefill wrote and gave up may still lie in a socket's buffer."""
         if self.state not in (R.DRAINING, R.QUARANTINE):
             self._node.count("late", f"{self.state}/drained")
             return
-        self.drained_by.add(seat)
-        if not (self._desk.fence and self.pages):
-            self.quiet.add(seat)
+        self.drained_by.add(link)
+        if not (self.pages and self._kind_of(link) in self._desk.fenced):
+            self.quiet.add(link)
         self._derive()
 
-    def fenced(self) -> None:
-        """The local fence is closed: no rank can land anything any more."""
-        self.quiet.update(self.seats)
+    def fenced(self, here: Rank, kind: str) -> None:
+        """The local fence of this rank and kind is closed: nothing lands there any more."""
+        self.quiet.update(lane.link for lane in self.lanes if (lane.link.here, lane.kind) == (here, kind))
         self._derive()
 
-    def page_landed(self, pages: Iterable[PageId]) -> None:
-        self.landed.update(pages)
+    def torn_down(self, peer: Instance) -> None:
+        """Everything with this instance is cut: nothing of it lands any more."""
+        if self.state in (R.DRAINING, R.QUARANTINE):
+            self.quiet.update(link for link in self.links if link.there.instance == peer)
+            self._derive()
+
+    def page_landed(self, link: Link, pages: Iterable[PageId]) -> None:
+        self.landed[link].update(pages)
         self._derive()
 
-    def session_up(self, seat: Seat) -> None:
-        if seat in self.seats:
-            self.apply(RE.SESSION_UP, seat=seat)
+    def session_up(self, link: Link) -> None:
+        if link in self.landed:
+            self.apply(RE.SESSION_UP, link=link)
 
     # --- table plumbing ---------------------------------------------------------------------------------------------
 
     def _derive(self) -> None:
         """Derived events: they follow from the sets alone."""
-        if self.state is R.GRANTED and self.succeeded >= set(self.seats) and len(self.landed) == len(self.pages):
+        if self.state is R.ANNOUNCED and self.ready >= set(self.links):
+            self.apply(RE.READY_ALL)
+        elif self.state is R.GRANTED and self._complete:
             self.apply(RE.SUCCESS_ALL)
         elif self.state in (R.DRAINING, R.QUARANTINE) and not self.owes_abort and self.quiet >= self.told:
             self.apply(RE.QUIET_ALL)
 
-    def _act(self, action: RA, seat: Seat | None) -> None:
+    @property
+    def _complete(self) -> bool:
+        """O3: every rank has said SUCCESS, and every page is visible here on every link."""
+        everything = len(self.pages)
+        return self.succeeded >= set(self.links) and all(len(pages) == everything for pages in self.landed.values())
+
+    def _act(self, action: RA, link: Link | None) -> None:
         match action:
             case RA.ANNOUNCE:
-                for target in self.seats:
+                for target in self.links:
                     self._announce(target)
-            case RA.ANNOUNCE_ONE if seat:
-                self._announce(seat)
+            case RA.ANNOUNCE_ONE if link:
+                self._announce(link)
             case RA.GRANT:
-                peers = tuple(dict.fromkeys(target.instance for target in self.seats))
-                self._node.out.append(ArmGrant(self.grant, peers, self.pages))
-                for target in self.seats:
+                self._node.out.append(ArmGrant(self.grant, self.pages, self.lanes))
+                for target in self.links:
                     self._grant(target)
-            case RA.GRANT_ONE if seat:
-                self._grant(seat)
+            case RA.GRANT_ONE if link:
+                self._grant(link)
             case RA.RECEIVED:
-                for target in self.seats:
+                for target in self.links:
                     self._tell(target, Received(**self._identity(target)))
             case RA.ABORT:
-                for target in self.seats:
+                for target in self.links:
                     self._abort(target)
-            case RA.ABORT_ONE if seat:
-                self._abort(seat)
+            case RA.ABORT_ONE if link:
+                self._abort(link)
             case RA.OWE_ABORT:
                 self.owes_abort = True
-            case RA.FENCE if self.grant != NO_GRANT and self._desk.fence:
-                self._node.out.append(RevokeGrant(self.grant))
+            case RA.FENCE if self.grant != NO_GRANT:
+                self._node.out += [RevokeGrant(self.grant, *gate) for gate in self._gates]
             case RA.ANSWER:
                 assert self.cause is not None
                 self._node.answer_failed(self.rid, self.room, self.cause)
@@ -222,7 +252,7 @@ class Receiver:
         match action:
             case RA.FILL:
                 ledger.shift(self.pages, self.owner, Page.GRANTED, Page.FILLED)
-                self._node.out.append(DisarmGrant(self.grant))
+                self._disarm()
             case RA.DRAIN:
                 ledger.shift(self.pages, self.owner, Page.GRANTED, Page.DRAINING)
             case RA.QUARANTINE:
@@ -236,38 +266,55 @@ class Receiver:
                 self._node.note(self.rid, self.room, "freed", f"{len(self.pages)} pages")
                 self.pages = ()
                 if self.cause is not None:
-                    self._node.out.append(DisarmGrant(self.grant))
+                    self._disarm()
             case _:
                 pass
 
     def owed_abort(self) -> None:
         """A session is up at last: say the ABORT that a cancelled room still owes."""
         self.owes_abort = False
-        for target in self.seats:
+        for target in self.links:
             self._abort(target)
         self._derive()
 
-    def _announce(self, seat: Seat) -> None:
-        self._tell(seat, Announce(**self._identity(seat), policy="early"))
+    @property
+    def _gates(self) -> list[tuple[Rank, str]]:
+        """Where pages come in: each rank of ours, by each kind of transport."""
+        return list(dict.fromkeys((lane.link.here, lane.kind) for lane in self.lanes))
 
-    def _grant(self, seat: Seat) -> None:
-        left = max(0.0, self.leg.deadline - self._node.now)
-        frame = Grant(**self._identity(seat), pages=self.pages, prompt=self.leg.prompt, time_left_s=left)
-        if self._tell(seat, frame):
-            self.granted.add(seat)
+    def _kind_of(self, link: Link) -> str:
+        return next(lane.kind for lane in self.lanes if lane.link == link)
 
-    def _abort(self, seat: Seat) -> None:
-        if seat in self.succeeded:
-            self._tell(seat, Received(**self._identity(seat)))  # its row is not wanted any more
-        elif seat not in self.quiet:
+    def _disarm(self) -> None:
+        self._node.out += [DisarmGrant(self.grant, *gate) for gate in self._gates]
+
+    def _announce(self, link: Link) -> None:
+        self._tell(link, Announce(**self._identity(link), policy=self._desk.policy))
+
+    def _grant(self, link: Link) -> None:
+        frame = Grant(
+            **self._identity(link),
+            pages=self.pages,
+            prompt=self.leg.prompt,
+            time_left_s=max(0.0, self.leg.deadline - self._node.now),
+            links=tuple((other.there.rank, other.here) for other in self.links) if len(self.lanes) > 1 else (),
+        )
+        if self._tell(link, frame):
+            self.granted.add(link)
+
+    def _abort(self, link: Link) -> None:
+        if link in self.succeeded:
+            self._tell(link, Received(**self._identity(link)))  # its row is not wanted any more
+        elif link not in self.quiet:
             assert self.cause is not None
-            self._tell(seat, Abort(**self._identity(seat), cause=self.cause))
+            self._tell(link, Abort(**self._identity(link), cause=self.cause))
 
-    def _tell(self, seat: Seat, frame: Frame) -> bool:
-        handed = self._desk.send(seat, frame)
+    def _tell(self, link: Link, frame: Frame) -> bool:
+        handed = self._desk.send(link, frame)
         if handed:
-            self.told.add(seat)
+            self.told.add(link)
         return handed
 
-    def _identity(self, seat: Seat) -> _Identity:
-        return _Identity(room=self.room, grant=self.grant, src=self._desk.instance, dst=seat.instance, rank=seat.rank)
+    def _identity(self, link: Link) -> _Identity:
+        there = link.there
+        return _Identity(room=self.room, grant=self.grant, src=self._desk.instance, dst=there.instance, rank=there.rank)

@@ -1,5 +1,8 @@
 """Prefill's side of one room: applies SENDER of core/table.py, keeps the pages, the writes outstanding and the row.
 
+One machine for all ranks of a data parallel group, which compute in step: links are a set, as at decode. Pages may be
+written over a link once the GRANTs of all links of the room are in.
+
 Success must not overtake the bytes: SUCCESS goes out when the last write is visible at decode. DRAINED goes out when
 nothing of ours can still write: no step of the engine touches the pages and no write is outstanding.
 """
@@ -11,8 +14,8 @@ from typing import Protocol, TypedDict
 from .effects import AbortEngine, AnswerRow, CancelMoves, MovePages
 from .errors import Cause
 from .events import LegArrived
-from .frames import Abort, Announce, Drained, Failed, Frame, Grant, Row, Success
-from .ids import NO_GRANT, GrantNo, Instance, MoveNo, PageId, Rank, Rid, Room
+from .frames import Abort, Drained, Failed, Frame, Grant, Ready, Row, Success
+from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
 from .layout import pages_for
 from .node import Node
 from .pages import Owner, Page
@@ -23,16 +26,27 @@ class Desk(Protocol):
     """What a sender needs of its node beside the outbox and the ledger."""
 
     instance: Instance
-    rank: Rank
 
     @property
     def node(self) -> Node: ...
 
     def next_move(self, sender: Sender) -> MoveNo: ...
 
-    def session_up(self, peer: Instance) -> bool: ...
+    def conn_of(self, link: Link) -> ConnId:
+        """The session that is up; NO_CONN where none is."""
+        ...
 
-    def send(self, peer: Instance, frame: Frame) -> bool: ...
+    def send(self, link: Link, frame: Frame) -> bool: ...
+
+    def keep(self, sender: Sender, state: Page) -> None:
+        """Its prompt is computed and nothing touches its pages, which are in `state`: whole ones are cached."""
+        ...
+
+    def release(self, sender: Sender) -> None:
+        """It does not read the shared pages any more."""
+        ...
+
+    def hold_left_s(self, sender: Sender) -> float: ...
 
     def settled(self, sender: Sender) -> None:
         """The machine has moved: clocks and queues follow."""
@@ -58,13 +72,19 @@ class Sender:
         self.state = S.NEW
         self.leg: LegArrived | None = None
         self.peer: Instance | None = None
-        self.grant: Grant | None = None
+        self.links: dict[Link, None] = {}  # over which decode has spoken of this room
+        self.grants: dict[Link, Grant] = {}
+        self._granted_on: dict[Link, ConnId] = {}  # the session on which the GRANT was said last
         self._named = NO_GRANT  # by an ABORT whose GRANT was lost on the way: DRAINED proves for that number
         self.pages: tuple[PageId, ...] = ()
-        self.moved = 0  # pages handed to the transport
+        self.shared = 0  # of these, how many belong to the prefix cache
+        self.cached_tokens = 0
+        self.moved: dict[Link, int] = {}  # pages handed to the transport
+        self.sending = 0  # pages of which some link has been handed its part
         self.computed = 0  # tokens
         self.outstanding: set[MoveNo] = set()
         self.in_engine = False
+        self.held = False  # computed ahead of the grant
         self.quarantined = False
         self.row: Row | None = None
         self.cause: Cause | None = None
@@ -76,15 +96,31 @@ class Sender:
         return self.leg.rid if self.leg else None
 
     @property
+    def grant(self) -> Grant | None:
+        """The first part of it; all parts have one number, and name the same pages."""
+        return next(iter(self.grants.values()), None)
+
+    @property
     def grant_no(self) -> GrantNo:
         return self.grant.grant if self.grant else self._named
 
     @property
-    def poll(self) -> KVPoll:
-        return sender_poll(self.state, wrote=self.moved > 0, failed=self.cause is not None)
+    def granted(self) -> bool:
+        """The GRANTs of all links are in."""
+        return self.grant is not None and len(self.grants) == max(1, len(self.grant.links))
 
-    def apply(self, event: SE, *, cause: Cause | None = None) -> None:
-        """One cell of the table. `cause`: why, for events that end the room; the first one stays."""
+    @property
+    def own(self) -> tuple[PageId, ...]:
+        """Its pages in the ledger; the others are the prefix cache's."""
+        return self.pages[self.shared :]
+
+    @property
+    def poll(self) -> KVPoll:
+        return sender_poll(self.state, wrote=self.sending > 0, failed=self.cause is not None)
+
+    def apply(self, event: SE, *, cause: Cause | None = None, link: Link | None = None) -> None:
+        """One cell of the table. `cause`: why, for events that end the room; the first one stays. `link`: who has
+        asked, and is answered alone; otherwise everybody who has spoken of the room is."""
         step = SENDER.get((self.state, event))
         if step is None:
             self._node.count("late", f"{self.state}/{event}")
@@ -98,7 +134,7 @@ class Sender:
         if was is not self.state and self.rid:
             self._node.note(self.rid, self.room, self.state, str(cause) if cause else "")
         for action in actions:
-            self._act(action)
+            self._act(action, link)
         self._desk.settled(self)
         self._derive()
 
@@ -106,44 +142,60 @@ class Sender:
 
     def leg_in(self, leg: LegArrived) -> None:
         self.leg = leg
-        self.apply(SE.LEG_WITH_GRANT if self.grant else SE.LEG)
-        self._check()
+        self.apply(SE.LEG_WITH_GRANT if self.granted else SE.LEG)
+        if self.state is S.ARMED and (wrong := self._mismatch()):
+            self.apply(SE.CANCEL, cause=wrong)
 
-    def announced(self, frame: Announce) -> None:
-        self.peer = frame.src
-        self.apply(SE.ANNOUNCE)
+    def announced(self, link: Link) -> None:
+        self._met(link)
+        self.apply(SE.ANNOUNCE, link=link)
 
-    def granted(self, frame: Grant) -> None:
-        self.peer = frame.src
-        self.grant = self.grant or frame
-        self.apply(SE.GRANT)
-        self._check()
+    def grant_in(self, link: Link, frame: Grant) -> None:
+        """A GRANT, or a part of one. Said again, after a session was lost, it lets the writes go on: decode stands by
+        it still. A session alone says nothing of a grant: decode may have proof by now that nobody writes under it."""
+        self._met(link)
+        first = self.grant
+        if first and (frame.pages, frame.prompt, frame.links) != (first.pages, first.prompt, first.links):
+            text = f"decode {self.peer} sent grant {frame.grant} twice, and not the same"
+            self.apply(SE.CANCEL, cause=Cause("bad_grant", text, 502, side="decode"))
+            return
+        self.grants.setdefault(link, frame)
+        self._granted_on[link] = self._desk.conn_of(link)
+        if self.granted and (wrong := self._mismatch()):
+            self.apply(SE.CANCEL, cause=wrong)
+        else:
+            self.apply(SE.GRANT if self.granted else SE.GRANT_PART, link=link)
+            self._resume()
 
-    def aborted(self, frame: Abort) -> None:
-        self.peer = frame.src
+    def aborted(self, link: Link, frame: Abort) -> None:
+        self._met(link)
         self._named = frame.grant
         self.apply(SE.ABORT, cause=frame.cause)
 
-    def start(self, pages: tuple[PageId, ...]) -> None:
-        """Its turn: `pages`, as many as granted, are `computing` in the ledger."""
-        self.pages = pages
+    def start(self, pages: tuple[PageId, ...], shared: int) -> None:
+        """Its turn. The first `shared` of `pages` are held from the prefix cache, the others are `computing`."""
+        self.pages, self.shared = pages, shared
+        self.computed = self.cached_tokens = shared * self._node.limits.page_size
         self.in_engine = True
         self.apply(SE.START)
 
     def chunk(self, tokens: int) -> None:
-        self.computed = tokens
-        if self.state is S.STREAMING:
+        self.computed = max(self.computed, tokens)
+        if self.state in (S.STREAMING, S.AHEAD):
             self.apply(SE.CHUNK)
 
     def sampled(self, row: Row) -> None:
         self.row = row
         self.computed = row.prompt_tokens
-        self.apply(SE.COMPUTED)
+        if self.state is S.STREAMING:
+            self.apply(SE.COMPUTED)
 
     def released(self, error: str) -> None:
         """The engine touches the pages no more."""
         self.in_engine = False
-        if self.state is S.STREAMING:
+        if self.state in (S.AHEAD, S.STREAMING) and self.row is not None:
+            self.apply(SE.COMPUTED)  # of what was ahead only now: held pages may be freed at once
+        elif self.state in (S.STREAMING, S.AHEAD):
             cause = Cause("engine_error", error or "the engine gave the prompt up", 500, retryable=True, side="prefill")
             self.apply(SE.CANCEL, cause=cause)
         self._derive()
@@ -155,26 +207,30 @@ class Sender:
             self.apply(SE.WRITE_ERR, cause=Cause("transfer_failed", text, 502, retryable=True, side="prefill"))
         self._derive()
 
-    def resume(self) -> None:
-        """The session is up again: writes that waited for it go out."""
+    def _resume(self) -> None:
+        """Writes that waited for a session go out."""
         if self.state in (S.STREAMING, S.FLUSHING):
             self._move(whole=self.state is S.FLUSHING)
             self._derive()
 
+    def _met(self, link: Link) -> None:
+        self.peer = link.there.instance
+        self.links[link] = None
+
     # --- table plumbing ---------------------------------------------------------------------------------------------
 
     def _derive(self) -> None:
-        if self.state is S.FLUSHING and not self.outstanding and self.moved == len(self.pages) and not self.in_engine:
+        if self.outstanding or self.in_engine:
+            return
+        if self.state is S.FLUSHING and all(self.moved.get(link) == len(self.pages) for link in self.grants):
             self.apply(SE.WRITES_DONE)
-        elif self.state is S.DRAINING and not self.outstanding and not self.in_engine:
+        elif self.state is S.DRAINING:
             self.apply(SE.QUIET)
 
-    def _check(self) -> None:
-        """The leg's prompt against the grant's: both sides must speak of the same tokens."""
-        if self.state is not S.ARMED:
-            return
-        assert self.leg is not None
-        assert self.grant is not None
+    def _mismatch(self) -> Cause | None:
+        """The leg's prompt against the grant's: both sides must speak of the same tokens. Asked before any write."""
+        if self.grant is None or self.leg is None:
+            return None
         ours, theirs = self.leg.prompt, self.grant.prompt
         need = pages_for(ours.tokens, self._node.limits.page_size)
         if ours != theirs:
@@ -185,29 +241,30 @@ class Sender:
         elif len(self.grant.pages) != need:
             text = f"decode granted {len(self.grant.pages)} pages for {ours.tokens} tokens, which need {need}"
         else:
-            return
-        self.apply(SE.CANCEL, cause=Cause("prompt_mismatch", text, 500, side="prefill"))
+            return None
+        return Cause("prompt_mismatch", text, 500, side="prefill")
 
-    def _act(self, action: SA) -> None:
+    def _act(self, action: SA, link: Link | None) -> None:
         match action:
             case SA.MOVE_FULL:
                 self._move(whole=False)
             case SA.MOVE_REST:
                 self._move(whole=True)
             case SA.SUCCESS:
-                self._success()
+                self._success([link] if link else list(self.grants))
+            case SA.READY:
+                self._ready([link] if link else list(self.links))
             case SA.FAILED:
-                cause = self.cause or Cause("finished", f"room {self.room} is over", 409, side="prefill")
-                self._tell(Failed, cause=cause)
+                self._tell(Failed, link)
             case SA.DRAINED:
-                self._tell(Drained)
+                self._tell(Drained, link)
             case SA.STOP:
                 self._stop()
-            case SA.FREE if self.pages:
-                assert self.leg is not None
-                self._node.ledger.free(self.pages, self._owner)
-                self._node.note(self.leg.rid, self.room, "freed", f"{len(self.pages)} pages")
-                self.pages = ()
+            case SA.HOLD:
+                self.held = True
+                self._node.ledger.shift(self.own, self._owner, Page.COMPUTING, Page.HELD)
+            case SA.KEEP | SA.FREE if self.pages:
+                self._give_back(action)
             case SA.QUARANTINE:
                 self._quarantine()
             case SA.ANSWER if self.leg:
@@ -226,53 +283,79 @@ class Sender:
         return Owner(self.leg.rid)
 
     def _move(self, *, whole: bool) -> None:
-        """Posts what is computed and not yet moved; nothing new while the session is down (PROTOCOL 4)."""
-        assert self.grant is not None
-        assert self.peer is not None
+        """Posts what is computed and not yet moved, on every link over whose session the grant was said."""
+        if not self.granted:
+            return
         full = min(self.computed // self._node.limits.page_size, len(self.pages))
         ready = len(self.pages) if whole else full
-        if ready <= self.moved or not self._desk.session_up(self.peer):
-            return
-        src, dst = self.pages[self.moved : ready], self.grant.pages[self.moved : ready]
-        number = self._desk.next_move(self)
-        self._node.ledger.shift(src, self._owner, Page.COMPUTING, Page.SENDING)
-        if not self.moved and self.rid:
+        for link, grant in self.grants.items():
+            moved = self.moved.get(link, 0)
+            if ready > moved and self._desk.conn_of(link) == self._granted_on[link]:
+                self._mark_sending(ready)
+                number = self._desk.next_move(self)
+                self.outstanding.add(number)
+                self.moved[link] = ready
+                src, dst = self.pages[moved:ready], grant.pages[moved:ready]
+                self._node.out.append(MovePages(number, grant.grant, link, src, dst))
+
+    def _mark_sending(self, ready: int) -> None:
+        """Pages up to here are read by writes from now on."""
+        if not self.sending and self.rid:
             self._node.note(self.rid, self.room, "moving")
-        self.outstanding.add(number)
-        self.moved = ready
-        self._node.out.append(MovePages(number, self.grant_no, self.peer, src, dst))
+        first = max(self.sending, self.shared)
+        if ready > first:
+            self._node.ledger.shift(self.pages[first:ready], self._owner, self._at_rest, Page.SENDING)
+        self.sending = max(self.sending, ready)
+
+    @property
+    def _at_rest(self) -> Page:
+        """The ledger's state of own pages that no write reads."""
+        return Page.HELD if self.held else Page.COMPUTING
 
     def _stop(self) -> None:
         """Engine and queued writes are told; what runs, runs out. Pages drain."""
-        assert self.peer is not None
         if self.in_engine:
             assert self.leg is not None
             self._node.out.append(AbortEngine(self.leg.rid))
-        self._node.out.append(CancelMoves(self.grant_no, self.peer))
+        self._node.out += [CancelMoves(grant.grant, link) for link, grant in self.grants.items()]
         ledger, owner = self._node.ledger, self._owner
-        ledger.shift(self.pages[: self.moved], owner, Page.SENDING, Page.DRAINING)
-        ledger.shift(self.pages[self.moved :], owner, Page.COMPUTING, Page.DRAINING)
+        sent = max(self.sending, self.shared)
+        ledger.shift(self.pages[self.shared : sent], owner, Page.SENDING, Page.DRAINING)
+        ledger.shift(self.pages[sent:], owner, self._at_rest, Page.DRAINING)
+
+    def _give_back(self, action: SA) -> None:
+        """Its pages are nobody's to write or read for it any more."""
+        assert self.leg is not None
+        if action is SA.KEEP:
+            self._desk.keep(self, Page.SENDING if self.state is S.SENT else Page.HELD)
+        else:
+            self._node.ledger.free(self.own, self._owner)
+        self._desk.release(self)
+        self._node.note(self.leg.rid, self.room, "freed", f"{len(self.pages)} pages")
+        self.pages, self.shared = (), 0
 
     def _quarantine(self) -> None:
         self.quarantined = True
-        self._node.ledger.shift(self.pages, self._owner, Page.DRAINING, Page.QUARANTINED)
+        self._node.ledger.shift(self.own, self._owner, Page.DRAINING, Page.QUARANTINED)
         what = "a step of the engine" if self.in_engine else f"{len(self.outstanding)} writes to {self.peer}"
-        self._node.alarm(f"room {self.room}: {len(self.pages)} pages quarantined at prefill, {what} never returned")
+        self._node.alarm(f"room {self.room}: {len(self.own)} pages quarantined at prefill, {what} never returned")
 
-    def _success(self) -> None:
+    def _success(self, links: list[Link]) -> None:
         assert self.row is not None
-        if self.peer is not None:
-            self._desk.send(self.peer, Success(**self._identity(self.peer), row=self.row))
+        for link in links:
+            self._desk.send(link, Success(**self._identity(link), row=self.row))
 
-    def _tell(self, kind: type[Failed] | type[Drained], *, cause: Cause | None = None) -> None:
-        if self.peer is None:
-            return
-        identity = self._identity(self.peer)
-        if kind is Failed:
-            assert cause is not None
-            self._desk.send(self.peer, Failed(**identity, cause=cause))
-        else:
-            self._desk.send(self.peer, Drained(**identity))
+    def _ready(self, links: list[Link]) -> None:
+        left = self._desk.hold_left_s(self)
+        for link in links:
+            self._desk.send(link, Ready(**self._identity(link), held_s=left))
 
-    def _identity(self, peer: Instance) -> _Identity:
-        return _Identity(room=self.room, grant=self.grant_no, src=self._desk.instance, dst=peer, rank=self._desk.rank)
+    def _tell(self, kind: type[Failed] | type[Drained], link: Link | None) -> None:
+        cause = self.cause or Cause("finished", f"room {self.room} is over", 409, side="prefill")
+        for target in [link] if link else list(self.links):
+            identity = self._identity(target)
+            self._desk.send(target, Failed(**identity, cause=cause) if kind is Failed else Drained(**identity))
+
+    def _identity(self, link: Link) -> _Identity:
+        instance = self._desk.instance
+        return _Identity(room=self.room, grant=self.grant_no, src=instance, dst=link.there.instance, rank=link.here)

@@ -1,8 +1,11 @@
-"""THE state table of the rooms protocol, early policy: (state, event) -> (next state, actions).
+"""THE state table of the rooms protocol: (state, event) -> (next state, actions).
 
 One machine per (room, side). A missing cell means: count the event as `late` and change nothing. Actions are names
 for what the machine of that side does (receiver.py, sender.py); their order within a cell is part of the table.
 `cancel` stands for every local end with a cause of its own: client left, abort call, deadline, no progress.
+
+The policies differ in two cells only: `early` goes from Queued straight to Allocating, and Waiting never starts;
+`prefill_complete` waits in Announced for READY, and Waiting may start ahead of any grant.
 
 The terminal answer is given on entering Draining, Gone or Success and never changes; pages follow later, on proof.
 """
@@ -30,6 +33,7 @@ class R(StrEnum):
     """States of a room at decode."""
 
     QUEUED = "Queued"  # its prefill's route or session is not known yet
+    ANNOUNCED = "Announced"  # prefill_complete: every rank is asked to compute and say READY
     ALLOCATING = "Allocating"  # announced; waits for pages on all ranks
     GRANTED = "Granted"  # pages are prefill's to write
     SUCCESS = "Success"  # every page landed, row matches; waits for the batch
@@ -42,6 +46,8 @@ class RE(StrEnum):
     """Events of a room at decode."""
 
     ROUTE_OK = "route_ok"
+    ROUTE_OK_AHEAD = "route_ok, prefill_complete"
+    READY_ALL = "ready_all"
     ROUTE_BAD = "route_bad"
     PAGES_OK = "pages_ok"
     SUCCESS_ALL = "success_all"
@@ -61,15 +67,15 @@ class RE(StrEnum):
 class RA(StrEnum):
     """Actions of a room at decode."""
 
-    ANNOUNCE = "ANNOUNCE to all target ranks"
-    ANNOUNCE_ONE = "ANNOUNCE to this rank again"
-    GRANT = "free->granted, arm, GRANT to all target ranks"
-    GRANT_ONE = "GRANT to this rank again, same number"
+    ANNOUNCE = "ANNOUNCE on all links"
+    ANNOUNCE_ONE = "ANNOUNCE on this link again"
+    GRANT = "free->granted, arm, GRANT on all links"
+    GRANT_ONE = "GRANT on this link again, same number"
     FILL = "granted->filled, disarm"
-    RECEIVED = "RECEIVED to all ranks"
-    FENCE = "close the local fence where there is one"
-    ABORT = "ABORT to ranks that are not quiet and still bound, RECEIVED to those that have said SUCCESS"
-    ABORT_ONE = "ABORT to this rank if it is not quiet, RECEIVED if it has said SUCCESS"
+    RECEIVED = "RECEIVED on all links"
+    FENCE = "close the local fences where there are any"
+    ABORT = "ABORT on links that are not quiet and still bound, RECEIVED on those that have said SUCCESS"
+    ABORT_ONE = "ABORT on this link if it is not quiet, RECEIVED if it has said SUCCESS"
     OWE_ABORT = "ABORT as soon as a session is up"
     DRAIN = "granted->draining"
     QUARANTINE = "draining->quarantined, alarm with holder"
@@ -88,6 +94,14 @@ RECEIVER: Mapping[tuple[R, RE], tuple[R, tuple[RA, ...]]] = {
     (R.QUEUED, RE.ROUTE_BAD): (R.GONE, (RA.ANSWER, RA.TOMBSTONE)),
     # Cancelled before the route is known: prefill may hold a leg for this room, so the ABORT is still owed.
     (R.QUEUED, RE.CANCEL): (R.DRAINING, (RA.ANSWER, RA.OWE_ABORT)),
+    (R.QUEUED, RE.ROUTE_OK_AHEAD): (R.ANNOUNCED, (RA.ANNOUNCE,)),
+    # Nothing is reserved here before prefill's pages are taken: with one order, P then D, no two rooms wait for each
+    # other's pages.
+    (R.ANNOUNCED, RE.READY_ALL): (R.ALLOCATING, ()),
+    (R.ANNOUNCED, RE.SESSION_UP): (R.ANNOUNCED, (RA.ANNOUNCE_ONE,)),
+    (R.ANNOUNCED, RE.PEER_FAILED): (R.DRAINING, _END_AT_DECODE),
+    (R.ANNOUNCED, RE.PEER_GONE): (R.DRAINING, _END_AT_DECODE),
+    (R.ANNOUNCED, RE.CANCEL): (R.DRAINING, _END_AT_DECODE),
     (R.ALLOCATING, RE.PAGES_OK): (R.GRANTED, (RA.GRANT,)),
     (R.ALLOCATING, RE.SESSION_UP): (R.ALLOCATING, (RA.ANNOUNCE_ONE,)),
     (R.ALLOCATING, RE.PEER_FAILED): (R.DRAINING, _END_AT_DECODE),
@@ -124,7 +138,7 @@ def receiver_poll(state: R, *, landed: bool, failed: bool) -> KVPoll:
     """KVPoll of a room at decode; `landed`: at least one page is in; `failed`: it ended without its row."""
     if failed:
         return KVPoll.FAILED
-    if state in (R.QUEUED, R.ALLOCATING):
+    if state in (R.QUEUED, R.ANNOUNCED, R.ALLOCATING):
         return KVPoll.BOOTSTRAPPING
     if state is R.GRANTED:
         return KVPoll.TRANSFERRING if landed else KVPoll.WAITING_FOR_INPUT
@@ -139,7 +153,9 @@ class S(StrEnum):
 
     NEW = "New"  # nothing of this room is known; never stored
     ORPHAN = "Orphan"  # decode spoke first; the leg is awaited
-    WAITING = "Waiting"  # leg in, no grant: nothing may be computed (early)
+    WAITING = "Waiting"  # leg in, no grant: nothing may be computed (early), or it waits for its turn
+    AHEAD = "Ahead"  # prefill_complete: computing, no grant yet
+    HELD = "Held"  # prefill_complete: computed; the KV waits for the grant, under a term
     ARMED = "Armed"  # granted; waits for its turn
     STREAMING = "Streaming"  # computing; full pages are moved as they come
     FLUSHING = "Flushing"  # computed; writes are outstanding
@@ -155,6 +171,7 @@ class SE(StrEnum):
     LEG_WITH_GRANT = "leg, grant already in"
     ANNOUNCE = "announce"
     GRANT = "grant"
+    GRANT_PART = "grant for one link of several"
     ABORT = "abort"
     RECEIVED = "received"
     CANCEL = "cancel"
@@ -167,6 +184,7 @@ class SE(StrEnum):
     QUIET = "quiet"
     DRAIN_LIMIT = "drain_limit"
     TTL = "ttl"
+    HOLD_END = "hold_end"
 
 
 class SA(StrEnum):
@@ -177,10 +195,13 @@ class SA(StrEnum):
     QUEUE = "queue for computing"
     MOVE_FULL = "computing->sending: write the pages that are full"
     MOVE_REST = "computing->sending: write the rest"
+    HOLD = "computing->held"
+    READY = "READY to whoever has announced"
     SUCCESS = "SUCCESS(row)"
     FAILED = "FAILED(cause) if an endpoint is known"
     DRAINED = "DRAINED if an endpoint is known"
     STOP = "abort the engine, drop queued writes, ->draining"
+    KEEP = "whole pages ->cached, the rest ->free"
     FREE = "->free"
     QUARANTINE = "draining->quarantined, alarm"
     ANSWER = "answer the leg with the first cause"
@@ -190,7 +211,9 @@ class SA(StrEnum):
 
 
 _END_BEFORE_START = (SA.FAILED, SA.DRAINED, SA.ANSWER, SA.TOMBSTONE)
+_END_HELD = (SA.FAILED, SA.KEEP, SA.DRAINED, SA.ANSWER, SA.TOMBSTONE)
 _END_AT_WORK = (SA.FAILED, SA.STOP, SA.ANSWER)
+_AT_WORK = (S.AHEAD, S.STREAMING, S.FLUSHING)
 
 SENDER: Mapping[tuple[S, SE], tuple[S, tuple[SA, ...]]] = {
     (S.NEW, SE.LEG): (S.WAITING, (SA.ANNOUNCE_CLOCK,)),
@@ -200,33 +223,50 @@ SENDER: Mapping[tuple[S, SE], tuple[S, tuple[SA, ...]]] = {
     (S.ORPHAN, SE.LEG): (S.WAITING, ()),
     (S.ORPHAN, SE.LEG_WITH_GRANT): (S.ARMED, (SA.QUEUE,)),
     (S.ORPHAN, SE.ANNOUNCE): (S.ORPHAN, ()),
+    (S.NEW, SE.GRANT_PART): (S.ORPHAN, (SA.LEG_CLOCK,)),
     (S.ORPHAN, SE.GRANT): (S.ORPHAN, ()),
+    (S.ORPHAN, SE.GRANT_PART): (S.ORPHAN, ()),
     (S.ORPHAN, SE.ABORT): (S.GONE, (SA.TOMBSTONE, SA.DRAINED)),
     (S.ORPHAN, SE.CANCEL): (S.GONE, (SA.FAILED, SA.DRAINED, SA.TOMBSTONE)),
     (S.ORPHAN, SE.PEER_GONE): (S.GONE, (SA.TOMBSTONE,)),
     (S.WAITING, SE.ANNOUNCE): (S.WAITING, ()),
     (S.WAITING, SE.GRANT): (S.ARMED, (SA.QUEUE,)),  # O1: no write, and no computing, without page numbers
+    (S.WAITING, SE.GRANT_PART): (S.WAITING, ()),
+    (S.WAITING, SE.START): (S.AHEAD, ()),  # prefill_complete alone
     (S.WAITING, SE.ABORT): (S.GONE, (SA.DRAINED, SA.ANSWER, SA.TOMBSTONE)),
     (S.WAITING, SE.CANCEL): (S.GONE, _END_BEFORE_START),
     (S.WAITING, SE.PEER_GONE): (S.GONE, (SA.ANSWER, SA.TOMBSTONE)),
     (S.ARMED, SE.ANNOUNCE): (S.ARMED, ()),
     (S.ARMED, SE.GRANT): (S.ARMED, ()),
-    (S.ARMED, SE.START): (S.STREAMING, ()),
+    (S.ARMED, SE.START): (S.STREAMING, (SA.MOVE_FULL,)),  # a cached prefix goes at once
     (S.ARMED, SE.ABORT): (S.GONE, (SA.DRAINED, SA.ANSWER, SA.TOMBSTONE)),
     (S.ARMED, SE.CANCEL): (S.GONE, _END_BEFORE_START),
     (S.ARMED, SE.PEER_GONE): (S.GONE, (SA.ANSWER, SA.TOMBSTONE)),
+    (S.AHEAD, SE.ANNOUNCE): (S.AHEAD, ()),
+    (S.AHEAD, SE.GRANT): (S.STREAMING, (SA.MOVE_FULL,)),
+    (S.AHEAD, SE.GRANT_PART): (S.AHEAD, ()),
+    (S.AHEAD, SE.CHUNK): (S.AHEAD, ()),
+    (S.AHEAD, SE.COMPUTED): (S.HELD, (SA.HOLD, SA.READY)),
+    (S.HELD, SE.ANNOUNCE): (S.HELD, (SA.READY,)),  # every time: idempotent
+    (S.HELD, SE.GRANT): (S.FLUSHING, (SA.MOVE_REST,)),
+    (S.HELD, SE.GRANT_PART): (S.HELD, ()),
+    (S.HELD, SE.HOLD_END): (S.GONE, _END_HELD),
+    (S.HELD, SE.CANCEL): (S.GONE, _END_HELD),
+    (S.HELD, SE.ABORT): (S.GONE, (SA.KEEP, SA.DRAINED, SA.ANSWER, SA.TOMBSTONE)),
+    (S.HELD, SE.PEER_GONE): (S.GONE, (SA.KEEP, SA.ANSWER, SA.TOMBSTONE)),
     (S.STREAMING, SE.ANNOUNCE): (S.STREAMING, ()),
     (S.STREAMING, SE.GRANT): (S.STREAMING, ()),
     (S.STREAMING, SE.CHUNK): (S.STREAMING, (SA.MOVE_FULL,)),
     (S.STREAMING, SE.COMPUTED): (S.FLUSHING, (SA.MOVE_REST,)),
     (S.FLUSHING, SE.ANNOUNCE): (S.FLUSHING, ()),
     (S.FLUSHING, SE.GRANT): (S.FLUSHING, ()),
-    (S.FLUSHING, SE.WRITES_DONE): (S.SENT, (SA.SUCCESS, SA.FREE, SA.ANSWER_SENT, SA.ROW_CLOCK)),
+    (S.FLUSHING, SE.WRITES_DONE): (S.SENT, (SA.SUCCESS, SA.KEEP, SA.ANSWER_SENT, SA.ROW_CLOCK)),
     (S.DRAINING, SE.QUIET): (S.GONE, (SA.FREE, SA.DRAINED, SA.TOMBSTONE)),
     # A write that never returns: no DRAINED until it does, so decode quarantines too.
     (S.DRAINING, SE.DRAIN_LIMIT): (S.DRAINING, (SA.QUARANTINE,)),
     (S.DRAINING, SE.ANNOUNCE): (S.DRAINING, (SA.FAILED,)),
     (S.DRAINING, SE.GRANT): (S.DRAINING, (SA.FAILED,)),
+    (S.DRAINING, SE.GRANT_PART): (S.DRAINING, (SA.FAILED,)),
     (S.DRAINING, SE.ABORT): (S.DRAINING, ()),
     (S.DRAINING, SE.CANCEL): (S.DRAINING, ()),
     (S.DRAINING, SE.PEER_GONE): (S.DRAINING, ()),
@@ -239,11 +279,12 @@ SENDER: Mapping[tuple[S, SE], tuple[S, tuple[SA, ...]]] = {
     (S.SENT, SE.CANCEL): (S.SENT, ()),  # sent never becomes failed
     (S.GONE, SE.ANNOUNCE): (S.GONE, (SA.FAILED, SA.DRAINED)),
     (S.GONE, SE.GRANT): (S.GONE, (SA.FAILED, SA.DRAINED)),
+    (S.GONE, SE.GRANT_PART): (S.GONE, (SA.FAILED, SA.DRAINED)),
     (S.GONE, SE.ABORT): (S.GONE, (SA.DRAINED,)),
-    **{(state, SE.CANCEL): (S.DRAINING, _END_AT_WORK) for state in (S.STREAMING, S.FLUSHING)},
+    **{(state, SE.CANCEL): (S.DRAINING, _END_AT_WORK) for state in _AT_WORK},
     **{(state, SE.WRITE_ERR): (S.DRAINING, _END_AT_WORK) for state in (S.STREAMING, S.FLUSHING)},
-    **{(state, SE.PEER_GONE): (S.DRAINING, (SA.STOP, SA.ANSWER)) for state in (S.STREAMING, S.FLUSHING)},
-    **{(state, SE.ABORT): (S.DRAINING, (SA.STOP, SA.ANSWER)) for state in (S.STREAMING, S.FLUSHING)},
+    **{(state, SE.PEER_GONE): (S.DRAINING, (SA.STOP, SA.ANSWER)) for state in _AT_WORK},
+    **{(state, SE.ABORT): (S.DRAINING, (SA.STOP, SA.ANSWER)) for state in _AT_WORK},
 }
 
 
@@ -251,7 +292,7 @@ def sender_poll(state: S, *, wrote: bool, failed: bool) -> KVPoll:
     """KVPoll of a room at prefill; `wrote`: a write was posted; `failed`: it ended without SUCCESS."""
     if failed:
         return KVPoll.FAILED
-    if state in (S.NEW, S.ORPHAN, S.WAITING):
+    if state in (S.NEW, S.ORPHAN, S.WAITING, S.AHEAD, S.HELD):
         return KVPoll.BOOTSTRAPPING
     if state in (S.ARMED, S.STREAMING, S.FLUSHING):
         return KVPoll.TRANSFERRING if wrote else KVPoll.WAITING_FOR_INPUT

@@ -11,6 +11,7 @@ import numpy as np
 
 from pdplane.core.ids import PageId, Rid
 from pdplane.core.layout import LayoutGroup
+from pdplane.core.slices import shard_bytes
 from pdplane.worker.engine import EngineRequest, ModelSpec, StepOutput
 
 from .model import CHUNK, DecodeRow, Interrupted, LlamaModel
@@ -25,7 +26,9 @@ OnLogits = Callable[[Rid, int, Array], None]
 
 def spec_of(model: LlamaModel, *, name: str, weights: str, tokenizer: str, page_size: int) -> ModelSpec:
     config = model.config
-    group = LayoutGroup("kv", 2 * 4 * config.kv_row, tuple(range(config.layers)), "float32")
+    group = LayoutGroup(
+        "kv", 2 * 4 * config.kv_row, tuple(range(config.layers)), "float32", parts=2, heads=config.kv_heads
+    )
     return ModelSpec(
         name=name,
         weights=weights,
@@ -53,6 +56,7 @@ class NumpyEngine:
         self._live: dict[Rid, Sequence] = {}
         self._prefills: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._parked: dict[Rid, Sequence] = {}
         self._refused: list[StepOutput] = []
         self._lock = threading.Lock()  # guards all of the above and below: abort comes from any thread
         self._stepping: frozenset[Rid] = frozenset()  # what the running step is at work on
@@ -60,11 +64,12 @@ class NumpyEngine:
         self._decode_next = False
 
     def sibling(self) -> NumpyEngine:
-        """Another engine over the same weights, for a pool of its own."""
+        """The two share nothing that changes."""
         return NumpyEngine(self._llama, self.model)
 
-    def attach(self, pool: memoryview, pages: int) -> None:
-        self._kv = PagedKV(pool, pages, self._llama.config, self.model.page_size)
+    def attach(self, pools: Many[memoryview | None], pages: int) -> None:
+        """ValueError names a pool that does not fit its rank."""
+        self._kv = PagedKV(pools, pages, self._llama.config, self.model.page_size)
 
     def add(self, request: EngineRequest) -> None:
         """What cannot run finishes with "error" in the next step. ValueError for a rid that is live."""
@@ -87,6 +92,25 @@ class NumpyEngine:
         sequence = self._live.get(rid)
         if sequence is not None:
             sequence.pages.extend(pages)
+
+    def park(self, rid: Rid) -> bool:
+        with self._lock:
+            sequence = next((row for row in self._running if row.rid == rid), None)
+            if sequence is None or rid in self._aborted:
+                return False
+            assert rid not in self._stepping, "park comes between two steps"
+            self._running.remove(sequence)
+            self._parked[rid] = sequence
+            return True
+
+    def resume(self, rid: Rid, pages: Many[PageId]) -> None:
+        with self._lock:
+            sequence = self._parked.pop(rid, None)
+            if sequence is None:
+                return
+            assert len(pages) * self.model.page_size >= sequence.computed, "its KV does not fit into these pages"
+            sequence.pages = list(pages)
+            self._running.append(sequence)
 
     def abort(self, rid: Rid) -> bool:
         with self._lock:
@@ -144,6 +168,7 @@ class NumpyEngine:
         """Under the lock."""
         self._live.pop(sequence.rid, None)
         self._aborted.discard(sequence.rid)
+        self._parked.pop(sequence.rid, None)
         if sequence in self._running:
             self._running.remove(sequence)
         if sequence in self._prefills:
@@ -242,6 +267,13 @@ class NumpyEngine:
         return output
 
 
-def pool_bytes(spec: ModelSpec, pages: int) -> np.ndarray:
-    """A pool of plain memory, for tests and the self-test."""
-    return np.zeros(pages * spec.page_bytes, np.uint8)
+def pool_bytes(spec: ModelSpec, pages: int, rank: int = 0, ranks: int = 1) -> np.ndarray:
+    """One rank's pool [pages, bytes of its page] in plain memory, for tests and the self-test."""
+    return np.zeros((pages, shard_bytes(spec.groups, spec.page_size, rank, ranks)), np.uint8)
+
+
+def attach_pools(engine: NumpyEngine, pages: int, ranks: int = 1) -> list[np.ndarray]:
+    """Gives `engine` pools of plain memory; returns them, that of a rank without heads with pages of no bytes."""
+    pools = [pool_bytes(engine.model, pages, rank, ranks) for rank in range(ranks)]
+    engine.attach([pool.data.cast("B") if pool.size else None for pool in pools], pages)
+    return pools

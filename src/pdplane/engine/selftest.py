@@ -16,7 +16,7 @@ from pdplane.core.layout import pages_for
 from pdplane.worker.engine import EngineRequest, Sampling
 
 from .errors import ModelError
-from .numpy_engine import NumpyEngine, pool_bytes
+from .numpy_engine import NumpyEngine, attach_pools
 from .safetensors_file import Array
 
 PROBE_LENGTHS = (1, 7, 23, 64, 70, 133)
@@ -40,8 +40,9 @@ class Invariance:
 
 
 def batch_invariance(engine: NumpyEngine, *, seed: int = 0) -> Invariance:
-    """Compares each probe alone with: in company, on other pages, with a cached prefix, with its last token computed
-    again, and handed over to another engine after its prefill. Uses pools of its own; `engine` is left alone."""
+    """Compares each probe alone with: in company, on other pages, with its KV heads split over two pools, with a cached
+    prefix, with its last token computed again, and handed over to another engine after its prefill. Uses pools of its
+    own; `engine` is left alone."""
     probes = _prompts(engine, seed)
     alone: Logits = {}
     for name, prompt in probes.items():
@@ -50,6 +51,7 @@ def batch_invariance(engine: NumpyEngine, *, seed: int = 0) -> Invariance:
     cases = {
         "in company": _Run(engine, reverse=True).together(others | probes),
         "behind others": _Run(engine, reverse=False).together(dict(reversed((probes | others).items()))),
+        "over two ranks": _Run(engine, reverse=True, ranks=2).together(others | probes),
         "cached prefix": _resumed(engine, probes, cached=lambda prompt: len(prompt) // 2),
         "last token again": _resumed(engine, probes, cached=len),
         "handed over": _handed_over(engine, probes, others),
@@ -69,17 +71,17 @@ def batch_invariance(engine: NumpyEngine, *, seed: int = 0) -> Invariance:
 
 
 class _Run:
-    """A sibling engine with a pool; `reverse` hands out the pages from the other end."""
+    """A sibling engine with pools; `reverse` hands out the pages from the other end."""
 
-    def __init__(self, engine: NumpyEngine, *, reverse: bool) -> None:
+    def __init__(self, engine: NumpyEngine, *, reverse: bool, ranks: int = 1) -> None:
         self.engine = engine.sibling()
         self.logits: Logits = {}
         self.engine.on_logits = self._record
         spec = engine.model
         count = sum(pages_for(length + STEPS, spec.page_size) for length in (*PROBE_LENGTHS, *[40] * NEIGHBOURS))
-        self.pool = pool_bytes(spec, count).reshape(count, spec.page_bytes)
-        self.pool[:].view(np.float32)[:] = np.nan  # what was never written must never be read
-        self.engine.attach(self.pool.data.cast("B"), count)
+        self.pools = attach_pools(self.engine, count, ranks)
+        for pool in self.pools:
+            pool.view(np.float32)[:] = np.nan  # what was never written must never be read
         self._free = [PageId(page) for page in (range(count) if reverse else reversed(range(count)))]
 
     def _record(self, rid: Rid, position: int, logits: Array) -> None:
@@ -143,7 +145,8 @@ def _handed_over(engine: NumpyEngine, probes: dict[str, Prompt], others: dict[st
         source.add(name, prompt, pairs[name][0], tokens=1)
     first = source.finish()
     for name, (theirs, ours) in pairs.items():
-        target.pool[ours] = source.pool[theirs]
+        for ours_of_rank, theirs_of_rank in zip(target.pools, source.pools, strict=True):
+            ours_of_rank[ours] = theirs_of_rank[theirs]
         target.add(name, probes[name], ours, computed=len(probes[name]), prior=(first[name],))
     target.finish()
     return target.logits

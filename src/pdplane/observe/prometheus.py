@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+Row = tuple[Mapping[str, str], float]
+"""The labels of one sample, and its value."""
+
+
 class Histogram:
     """Seconds."""
 
@@ -22,29 +26,42 @@ class Histogram:
         self.total += seconds
 
     def lines(self, name: str, help: str) -> Iterable[str]:
+        return self.family(name, help, [({}, self)])
+
+    @staticmethod
+    def family(name: str, help: str, parts: Iterable[tuple[Mapping[str, str], Histogram]]) -> Iterable[str]:
+        """Several of one name, told apart by their labels."""
         yield from head(name, help, "histogram")
-        running = 0
-        for edge, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
-            running += count
-            yield f'{name}_bucket{{le="{edge}"}} {running}'
-        yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {running}"
+        for labels, one in parts:
+            running = 0
+            for edge, count in zip((*map(str, BUCKETS_S), "+Inf"), one.counts, strict=True):
+                running += count
+                yield f"{name}_bucket{braced({**labels, 'le': edge})} {running}"
+            yield f"{name}_sum{braced(labels)} {one.total:.6f}"
+            yield f"{name}_count{braced(labels)} {running}"
+
+
+def family(name: str, help: str, kind: str, rows: Iterable[Row]) -> Iterable[str]:
+    yield from head(name, help, kind)
+    for labels, value in rows:
+        yield f"{name}{braced(labels)} {value:g}"
 
 
 def single(name: str, help: str, kind: str, value: float) -> Iterable[str]:
-    yield from head(name, help, kind)
-    yield f"{name} {value:g}"
+    return family(name, help, kind, [({}, value)])
 
 
 def labelled(name: str, help: str, kind: str, label: str, values: Mapping[str, float]) -> Iterable[str]:
-    yield from head(name, help, kind)
-    for key, value in sorted(values.items()):
-        yield f'{name}{{{label}="{escape(key)}"}} {value:g}'
+    return family(name, help, kind, [({label: key}, value) for key, value in sorted(values.items())])
 
 
 def head(name: str, help: str, kind: str) -> Iterable[str]:
     yield f"# HELP {name} {help}"
     yield f"# TYPE {name} {kind}"
+
+
+def braced(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{key}="{escape(value)}"' for key, value in labels.items()) + "}" if labels else ""
 
 
 def escape(value: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TypeVar
 
@@ -38,13 +38,24 @@ class RegistryRefused(RegistryError):
     """The registry does not take what was sent (4xx)."""
 
 
+class NotOurRegistry(RegistryRefused):
+    """It has no routes beyond SGLang's: ask by those."""
+
+
 class RegistryClient:
-    """`base_url` like http://host:8998. Safe to use from many tasks of one loop; close it, or use `async with`."""
+    """`base_url` like http://host:8998. Keeps connections alive. Safe to use from many tasks of one loop; close it, or
+    use `async with`."""
 
     def __init__(self, base_url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
         self.base_url = base_url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=self.base_url.startswith("https:"),  # reading the trusted certificates takes 75 ms of the loop
+        )
 
     async def __aenter__(self) -> RegistryClient:
         return self
@@ -63,13 +74,18 @@ class RegistryClient:
         """Idempotent."""
         await self._call("PUT", "/route", body=registration)
 
-    async def deregister(self, instance: str) -> int:
-        """How many ranks left. Only our own registry has this route."""
+    async def deregister(self, instance: str | None) -> int:
+        """How many ranks left. Raises NotOurRegistry where SGLang's answers."""
         answer = await self._call("DELETE", "/v1/route", body=wire.Deregister(instance))
         return self._read(wire.Removed, answer).removed
 
     async def register_dp_rank(self, room: Room, dp_rank: int) -> None:
         await self._call("POST", "/register_dp_rank", body=wire.RegisterDpRank(room, dp_rank))
+
+    async def register_dp_ranks(self, taken: Mapping[Room, int]) -> None:
+        """All of these rooms in one call. Raises NotOurRegistry where SGLang's answers."""
+        rooms = [wire.RegisterDpRank(room, dp_rank) for room, dp_rank in taken.items()]
+        await self._call("POST", "/v1/dp_ranks", body=wire.RegisterDpRanks(rooms))
 
     # --- decode ---
 
@@ -86,7 +102,7 @@ class RegistryClient:
         return {Room(int(room)): dp_rank for room, dp_rank in self._read(dict[str, int], answer).items()}
 
     async def status(self) -> RegistryStatus:
-        """Who is there and who is missing. Only our own registry has this route."""
+        """Who is there and who is missing. Raises NotOurRegistry where SGLang's answers."""
         return self._read(RegistryStatus, await self._call("GET", "/v1/registry"))
 
     async def _route(self, rank: Rank) -> bytes:
@@ -104,6 +120,8 @@ class RegistryClient:
                 f"no registry answers at {self.base_url}: {reason}; is the prefill up, and is this its bootstrap port?"
             ) from None
         if answer.status_code != 200:
+            if answer.status_code == 404 and path.startswith("/v1/"):
+                raise NotOurRegistry(f"registry {self.base_url} has no {path}: it speaks SGLang's routes alone")
             raise self._error(answer.status_code, answer.text.strip()[:500])
         return answer.content
 

@@ -10,7 +10,9 @@ from pdplane.core.ids import Rank
 from pdplane.wire import registry as wire
 
 from .http import JSON, TEXT, Request, Response
-from .table import RoomTable, RouteRefused, RouteTable, room_of
+from .refused import RouteRefused
+from .rooms import RoomTable, room_of
+from .table import RouteTable
 
 OK = Response(200, b"OK")
 WHOLE_GROUP = Rank(-1, -1, -1, -1)
@@ -18,12 +20,13 @@ _COORDINATE = (b"prefill_dp_rank", b"prefill_cp_rank", b"target_tp_rank", b"targ
 
 
 class Routes:
-    """`write_token` "" lets anyone register; else PUT, DELETE and POST /register_dp_rank need it as a Bearer token."""
+    """`write_token` "" lets anyone register; else what writes (all but GET and queries) needs it as a Bearer token."""
 
     def __init__(self, table: RouteTable, rooms: RoomTable, clock: Callable[[], float], write_token: str = "") -> None:
         self._table = table
         self._rooms = rooms
         self._clock = clock
+        self._now = clock()
         self._bearer = f"Bearer {write_token}".encode() if write_token else b""
         self._routes: dict[bytes, dict[bytes, Callable[[Request], Response]]] = {
             b"/route": {b"GET": self._get_route, b"PUT": self._write(self._put_route)},
@@ -32,6 +35,7 @@ class Routes:
             b"/query_dp_ranks": {b"POST": self._query_dp_ranks},
             b"/v1/registry": {b"GET": self._status},
             b"/v1/route": {b"DELETE": self._write(self._deregister)},
+            b"/v1/dp_ranks": {b"POST": self._write(self._register_dp_ranks)},
         }
 
     def __call__(self, request: Request) -> Response:
@@ -42,6 +46,8 @@ class Routes:
         handler = methods.get(request.method)
         if handler is None:
             return _not_allowed(path, request, methods)
+        self._now = self._clock()
+        self._table.expire(self._now)
         try:
             return handler(request)
         except RouteRefused as refused:
@@ -63,23 +69,31 @@ class Routes:
         return Response(200, wire.encode(body), JSON)
 
     def _put_route(self, request: Request) -> Response:
-        self._table.register(wire.decode(wire.PrefillRegistration, request.body))
+        self._table.register(wire.decode(wire.PrefillRegistration, request.body), self._now)
         return OK
 
     def _register_dp_rank(self, request: Request) -> Response:
-        body = wire.decode(wire.RegisterDpRank, request.body)
-        room = room_of(body.bootstrap_room)
-        self._table.check_dp_rank(body.dp_rank)
-        self._rooms.put(room, body.dp_rank, self._clock())
+        self._take([wire.decode(wire.RegisterDpRank, request.body)])
         return OK
+
+    def _register_dp_ranks(self, request: Request) -> Response:
+        self._take(wire.decode(wire.RegisterDpRanks, request.body).rooms)
+        return OK
+
+    def _take(self, taken: list[wire.RegisterDpRank]) -> None:
+        rooms = [room_of(each.bootstrap_room) for each in taken]
+        for each in taken:
+            self._table.check_dp_rank(each.dp_rank)
+        for room, each in zip(rooms, taken, strict=True):
+            self._rooms.put(room, each.dp_rank, self._now)
 
     def _query_dp_ranks(self, request: Request) -> Response:
         rooms = wire.decode(wire.QueryDpRanks, request.body).bootstrap_rooms
-        return Response(200, wire.encode(self._rooms.find(rooms, self._clock())), JSON)
+        return Response(200, wire.encode(self._rooms.find(rooms, self._now)), JSON)
 
     def _status(self, request: Request) -> Response:
-        self._rooms.expire(self._clock())
-        return Response(200, wire.encode(self._table.status(len(self._rooms))), JSON)
+        self._rooms.expire(self._now)
+        return Response(200, wire.encode(self._table.status(len(self._rooms), self._now)), JSON)
 
     def _deregister(self, request: Request) -> Response:
         removed = self._table.deregister(wire.decode(wire.Deregister, request.body).pd_instance)

@@ -1,4 +1,5 @@
-"""The registry as a server: embedded in a prefill worker, or on its own for one prefill group."""
+"""The registry as a server: embedded in a prefill worker, or on its own for one prefill group, whose instances may come
+and go behind its address."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ import signal
 import time
 from collections.abc import Callable
 
+from pdplane.core.ids import Room
 from pdplane.settings import BadSetting, setting
+from pdplane.wire.address import url_of
 
 from .http import HttpConnection
+from .rooms import MAX_ROOMS, ROOM_TTL_S, RoomTable
 from .routes import Routes
-from .table import MAX_ROOMS, ROOM_TTL_S, RoomTable, RouteTable
+from .table import RouteTable
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 15.0
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +31,17 @@ class RegistryConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other hosts in")
     port: int = setting(8998, "port to listen on, the bootstrap port of the prefill; 0 takes any free one")
     write_token: str = setting("", "Bearer token that registering needs; empty lets anyone register", secret=True)
+    expire_s: float = setting(
+        0.0, "silence after which a rank is gone that named no time itself; 0 never, as SGLang's ranks register once"
+    )
     room_ttl_s: float = setting(ROOM_TTL_S, "seconds (up to twice as many) that a room's dp rank is kept")
     max_rooms: int = setting(MAX_ROOMS, "rooms kept at most; the oldest half goes when it is full")
     keep_alive_s: float = setting(75.0, "seconds after which an idle connection is closed")
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether other hosts can register without a token."""
+        return not self.write_token and self.host not in LOOPBACK
 
 
 class RegistryServer:
@@ -36,7 +49,7 @@ class RegistryServer:
 
     def __init__(self, config: RegistryConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config or RegistryConfig()
-        self.table = RouteTable()
+        self.table = RouteTable(self.config.expire_s)
         self.rooms = RoomTable(clock(), ttl_s=self.config.room_ttl_s, capacity=self.config.max_rooms)
         self._clock = clock
         self._routes = Routes(self.table, self.rooms, clock, self.config.write_token)
@@ -60,6 +73,10 @@ class RegistryServer:
     def port(self) -> int:
         assert self._server is not None, "not started"
         return int(self._server.sockets[0].getsockname()[1])
+
+    def take_room(self, room: Room, dp_rank: int) -> None:
+        """As POST /register_dp_rank does, for the process that the registry is embedded in."""
+        self.rooms.put(room, dp_rank, self._clock())
 
     async def stop(self) -> None:
         """Idempotent."""
@@ -86,6 +103,7 @@ class RegistryServer:
 
     def _sweep(self) -> None:
         self.close_idle()
+        self.table.expire(self._clock())
         self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
@@ -93,7 +111,9 @@ async def serve(config: RegistryConfig) -> None:
     """Runs a registry on its own until SIGINT, SIGTERM or a cancel."""
     server = RegistryServer(config)
     await server.start()
-    print(f"registry at http://{config.host}:{server.port} (Ctrl-C stops it)", flush=True)
+    if config.open_to_all:
+        log.warning("whoever reaches %s can register here; --write-token says who may", config.host)
+    print(f"registry at {url_of(config.host, server.port)} (Ctrl-C stops it)", flush=True)
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread

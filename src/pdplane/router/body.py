@@ -22,6 +22,7 @@ TOPOLOGY = (
     "routed_dp_rank",
     "data_parallel_rank",
     "decode_tp_size",
+    "decode_allocation_policy",
     "rid",
 )
 """Stripped at the public edge; `rid` is kept as the client's label."""
@@ -51,6 +52,7 @@ class Needed(msgspec.Struct, gc=False):
     routed_dp_rank: Any = _UNSET
     data_parallel_rank: Any = _UNSET
     decode_tp_size: Any = _UNSET
+    decode_allocation_policy: Any = _UNSET
 
     def untouched(self) -> bool:
         """No field of TOPOLOGY is there. Spelled out: it runs for every request."""
@@ -65,6 +67,7 @@ class Needed(msgspec.Struct, gc=False):
             and self.routed_dp_rank is _UNSET
             and self.data_parallel_rank is _UNSET
             and self.decode_tp_size is _UNSET
+            and self.decode_allocation_policy is _UNSET
         )
 
 

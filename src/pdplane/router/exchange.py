@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from pdplane.core import attempts
 from pdplane.core.attempts import BUSY, PREFILL, Effects, Failure, RequestAttempts
 from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, client_left, deadline
+from pdplane.core.ids import Room
 
 from .answers import answer, error_answer, late_error_event, status_line
 from .body import Body, read_body
 from .legs import rooms as dialect
 from .pairing import Pair
+from .ranks import RankLoads
 from .records import AttemptRecord, RequestRecord
-from .refusals import check_limits, content_type, refusal, without
+from .refusals import content_type, fitting, refusal, without
 from .upstream import HEAD_END, Dial, Leg, WorkerAnswer, framed
 from .worker import Worker
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from .routing import Router
 
 MAX_LABEL = 256
+DRAINING_CODE, INCOMPATIBLE_CODE = "draining", "incompatible"  # 503s of workers that are no busyness
 _SSE = b"text/event-stream"
 _NOT_PASSED_ON = (b"connection:", b"keep-alive:", b"x-request-id:", b"x-pd-mode:")
 _FRAMING = (b"content-length:", b"transfer-encoding:")
@@ -40,6 +43,7 @@ class Exchange:
         "_machine",
         "_pair",
         "_prefill_leg",
+        "_ranks",
         "_record",
         "deadline",
         "front",
@@ -67,6 +71,7 @@ class Exchange:
         self._body: Body | None = None
         self._head = b""  # of decode's answer, once it is passed on
         self._pair: Pair | None = None
+        self._ranks: RankLoads | None = None  # of this attempt's prefill, where it has several
         self._prefill_leg: Leg | Dial | None = None
         self._decode_leg: Leg | Dial | None = None
 
@@ -80,7 +85,7 @@ class Exchange:
         try:
             self._body = body = read_body(self._incoming.body, router.config.max_samples)
             if pair is not None and body.prompt_tokens:
-                check_limits(body, pair)
+                pair = fitting(body, pair, router.pairing)
         except Refused as refused:
             self._carry(self._machine.no_pair(refused.cause))
             return
@@ -152,7 +157,7 @@ class Exchange:
     def prefill_done(self, attempt: int) -> None:
         assert self._pair is not None
         assert self._pair.prefill is not None
-        self._pair.prefill.succeeded()
+        self._pair.prefill.succeeded(self._record.attempts[-1].opened)
         self._carry(self._machine.prefill_done(attempt))
 
     def decode_first_byte(self, leg: Leg) -> None:
@@ -164,19 +169,25 @@ class Exchange:
 
     def decode_done(self, attempt: int) -> None:
         assert self._pair is not None
-        self._pair.decode.succeeded()
+        self._pair.decode.succeeded(self._record.attempts[-1].opened)
         self._carry(self._machine.decode_done(attempt))
 
     def leg_refused(self, leg: Leg, said: WorkerAnswer) -> None:
         """A worker answered with an error."""
         failure = refusal(leg, said)
-        culprit = self._worker(failure.blames or leg.side)
-        if said.status in BUSY:
+        culprit, opened = self._worker(failure.blames or leg.side), self._record.attempts[-1].opened
+        code = failure.cause.code
+        if code == DRAINING_CODE and said.status == 503:
+            self.router.drains(culprit, failure.cause.message)
+        elif code == INCOMPATIBLE_CODE and said.status == 503:
+            for worker in filter(None, self._pair or ()):
+                worker.doubt()
+        elif said.status in BUSY:
             self.router.busy(culprit, failure.cause.retry_after_s or 1)
         elif said.status < 500:
-            leg.worker.succeeded()
+            leg.worker.succeeded(opened)
         elif said.status != 504:
-            self.router.blame(culprit, failure.cause)
+            self.router.blame(culprit, failure.cause, opened)
         self._failed(leg, failure)
 
     def _worker(self, side: str) -> Worker:
@@ -186,7 +197,7 @@ class Exchange:
     def leg_failed(self, leg: Leg | Dial, failure: Failure) -> None:
         """A worker did not answer, or not to the end."""
         if failure.blames != attempts.NOBODY:
-            self.router.blame(leg.worker, failure.cause)
+            self.router.blame(leg.worker, failure.cause, self._record.attempts[-1].opened)
         self._failed(leg, failure)
 
     def _failed(self, leg: Leg | Dial, failure: Failure) -> None:
@@ -224,27 +235,34 @@ class Exchange:
         assert pair is not None
         prefill, decode = pair
         now = monotonic()
-        rooms = dialect.mint_rooms(body.samples) if prefill is not None else ()
+        rooms, ranks = self._rooms(prefill, body.samples) if prefill is not None else ((), ())
         rids = dialect.mint_rids(self.request_id, body.samples, attempt)
         content = dialect.paired(body, prefill, rooms, rids)
-        rest = b"".join((
-            self._incoming.passed_on(),
-            router.timeout_line(self.timeout_s if attempt == 0 else self.deadline - now),
-            str(len(content)).encode(),
-            HEAD_END,
-            content,
-        ))  # fmt: skip
+        head = self._incoming.passed_on() + router.timeout_line(self.timeout_s if attempt == 0 else self.deadline - now)
+        rest = for_prefill = b"".join((head, str(len(content)).encode(), HEAD_END, content))
+        if prefill is not None and prefill.pins_ranks:
+            one, other = dialect.pinned(content, ranks[0])
+            for_prefill = b"".join((head, str(len(one)).encode(), HEAD_END, one))
+            rest = b"".join((head, str(len(other)).encode(), HEAD_END, other))
         record.samples = body.samples
         record.mode = "pd" if prefill is not None else "aggregated"
         record.attempts.append(
-            AttemptRecord(attempt, prefill.url if prefill is not None else "", decode.url, rooms, rids, now)
+            AttemptRecord(attempt, prefill.url if prefill is not None else "", decode.url, rooms, rids, now, ranks)
         )
         router.metrics.attempts += 1
         if prefill is not None:
             prefill.took(body.samples)
-            self._prefill_leg = self._send(prefill, attempt, prefill.head(self.path) + rest)
+            self._prefill_leg = self._send(prefill, attempt, prefill.head(self.path) + for_prefill)
         decode.took(body.samples)
         self._decode_leg = self._send(decode, attempt, decode.head(self.path) + rest)
+
+    def _rooms(self, prefill: Worker, samples: int) -> tuple[tuple[Room, ...], tuple[int, ...]]:
+        """A room per sample, and the ranks of `prefill` that they are for; no ranks where it has but one."""
+        self._ranks = loads = prefill.ranks
+        if loads is None:
+            return dialect.mint_rooms(samples), ()
+        ranks = loads.take(samples, together=prefill.pins_ranks)
+        return dialect.mint_rooms_at(ranks, len(loads.loads)), ranks
 
     def _send(self, worker: Worker, attempt: int, data: bytes) -> Leg | Dial:
         if not worker.idle:
@@ -259,6 +277,8 @@ class Exchange:
         if effect.side == PREFILL:
             assert pair.prefill is not None
             pair.prefill.let_go(self._record.samples)
+            if self._ranks is not None:
+                self._ranks.let_go(record.ranks)
             record.prefill_ended = monotonic()
         else:
             pair.decode.let_go(self._record.samples)

@@ -42,3 +42,10 @@ def per_worker(name: str, help: str, kind: str, values: Iterable[tuple[str, str,
     yield from head(name, help, kind)
     for url, role, value in values:
         yield f'{name}{{worker="{url}",role="{role}"}} {value}'
+
+
+def per_rank(name: str, help: str, values: Iterable[tuple[str, int, int]]) -> Iterable[str]:
+    """A gauge; `values` are (url, rank, value)."""
+    yield from head(name, help, "gauge")
+    for url, rank, value in values:
+        yield f'{name}{{worker="{url}",rank="{rank}"}} {value}'

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pdplane.core.errors import Cause, unavailable
-from pdplane.core.layout import mismatch
+from pdplane.core.layout import mismatch, too_old
 
 from .policies import Policy
 from .worker import Worker
@@ -99,13 +99,19 @@ class Pairing:
         if worker.role == "aggregated":
             return "" if self._alone else "mode is strict and pairs are configured"
         others = [o for o in (self.decodes if worker.role == "prefill" else self.prefills) if o.ready]
-        pairs = [(worker, o) if worker.role == "prefill" else (o, worker) for o in others]
-        clashes = [clash(prefill, decode) for prefill, decode in pairs]
-        if not clashes or None in clashes:
+        clashes = self.incompatible(worker)
+        if len(clashes) < len(others) or not others:
             return ""
-        return "incompatible: " + "; ".join(
-            f"with {other.url}: {cause.message}" for other, cause in zip(others, clashes, strict=True) if cause
-        )
+        return "incompatible: " + "; ".join(f"with {clash['with']}: {clash['why']}" for clash in clashes)
+
+    def incompatible(self, worker: Worker) -> list[dict[str, str]]:
+        """The workers in service that `worker` does not fit, each with both values."""
+        if worker.role == "aggregated" or not worker.ready:
+            return []
+        prefill = worker.role == "prefill"
+        others = [o for o in (self.decodes if prefill else self.prefills) if o.ready]
+        clashes = ((o, clash(worker, o) if prefill else clash(o, worker)) for o in others)
+        return [{"with": other.url, "why": cause.message} for other, cause in clashes if cause is not None]
 
     def _clashes(self) -> list[str]:
         return [
@@ -123,4 +129,19 @@ def clash(prefill: Worker, decode: Worker) -> Cause | None:
     if prefill.stamp is None or decode.stamp is None:
         silent = prefill if prefill.stamp is None else decode
         return Cause("incompatible", f"{silent.url} tells no layout stamp and the other one does", 503)
-    return mismatch(prefill.stamp, decode.stamp)
+    spoken = min(prefill.stamp.protocol_max, decode.stamp.protocol_max)
+    return (
+        mismatch(prefill.stamp, decode.stamp)
+        or too_old(spoken, prefill.shape.of_core())
+        or too_old(spoken, decode.shape.of_core())
+        or _no_transport(prefill.transports, decode.transports)
+    )
+
+
+def _no_transport(prefill: object, decode: object) -> Cause | None:
+    """Where both say by which kinds pages can move, one must be common. Whether they share a host is theirs to know."""
+    if not isinstance(prefill, list) or not isinstance(decode, list) or any(kind in decode for kind in prefill):
+        return None
+    ours, theirs = (", ".join(map(str, kinds)) or "none" for kinds in (prefill, decode))
+    text = f"transport differs: prefill has {ours}, decode has {theirs}"
+    return Cause("incompatible", f"{text}; give both a --transport in common", 503)

@@ -19,6 +19,7 @@ class AttemptRecord(msgspec.Struct, gc=False):
     rooms: tuple[Room, ...]
     rids: tuple[Rid, ...]
     opened: float
+    ranks: tuple[int, ...] = ()  # of prefill, one per sample, where it has several
     prefill_ended: float = 0.0
     first_byte: float = 0.0
     decode_ended: float = 0.0
@@ -31,6 +32,7 @@ class AttemptRecord(msgspec.Struct, gc=False):
             "decode": self.decode,
             "rooms": list(self.rooms),
             "rids": list(self.rids),
+            "prefill_ranks": list(self.ranks),
             "opened_s": since(zero, self.opened),
             "prefill_ended_s": since(zero, self.prefill_ended),
             "first_byte_s": since(zero, self.first_byte),

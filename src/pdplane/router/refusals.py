@@ -8,8 +8,9 @@ from pdplane.core.attempts import DECODE, PREFILL, Failure, retry_safe
 from pdplane.core.errors import Cause, Refused, bad_request
 
 from .body import Body
-from .pairing import Pair
+from .pairing import Pair, Pairing
 from .upstream import Leg, WorkerAnswer
+from .worker import Worker
 
 
 class _Error(msgspec.Struct):
@@ -27,8 +28,26 @@ class _ErrorBody(msgspec.Struct):
 _error_body = msgspec.json.Decoder(_ErrorBody, strict=False)
 
 
-def check_limits(body: Body, pair: Pair) -> None:
-    """Token ids are counted here: too many are refused before any pairing. Raises Refused (400)."""
+def fitting(body: Body, pair: Pair, pairing: Pairing) -> Pair:
+    """`pair` where it can hold the prompt, else another that can: token ids are counted here, before any leg is sent.
+    Raises Refused (400) where nobody can."""
+    first: Cause | None = None
+    excluded: set[str] = set()
+    chosen: Pair | None = pair
+    while chosen is not None:
+        over = _over_limit(body, chosen)
+        if over is None:
+            return chosen
+        worker, cause = over
+        first = first or cause
+        excluded.add(worker.url)
+        chosen = pairing.choose(excluded)
+    assert first is not None
+    raise Refused(first)
+
+
+def _over_limit(body: Body, pair: Pair) -> tuple[Worker, Cause] | None:
+    """The worker of the pair that cannot hold the prompt, and why."""
     for worker in pair:
         if worker is None:
             continue
@@ -47,7 +66,8 @@ def check_limits(body: Body, pair: Pair) -> None:
             )
         else:
             continue
-        raise Refused(bad_request(f"{name} has {tokens} tokens; {why}", code=code, param=name, side=worker.role))
+        return worker, bad_request(f"{name} has {tokens} tokens; {why}", code=code, param=name, side=worker.role)
+    return None
 
 
 def refusal(leg: Leg, said: WorkerAnswer) -> Failure:

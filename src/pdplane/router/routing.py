@@ -189,16 +189,20 @@ class Router:
 
     def busy(self, worker: Worker, retry_after_s: int) -> None:
         """A worker is full: others are preferred for a moment. It is not ill: no failure is counted."""
-        worker.avoid = worker.avoid or "busy"
-        worker.avoid_until = max(worker.avoid_until, monotonic() + min(retry_after_s, MAX_BUSY_S))
+        worker.busy(monotonic() + min(retry_after_s, MAX_BUSY_S))
 
-    def blame(self, worker: Worker, cause: Cause) -> None:
-        """A failure that is this worker's own. After some in a row it is avoided for a while, never for good."""
-        worker.failures += 1
-        worker.failures_in_a_row += 1
-        if worker.failures_in_a_row >= self.config.ban_after:
-            worker.avoid = f"{worker.failures_in_a_row} failures in a row, the last: {cause.message}"
-            worker.avoid_until = monotonic() + self.config.ban_s
+    def drains(self, worker: Worker, why: str) -> None:
+        """A worker says itself that it takes nothing new: no pair has it from now on. Its next look decides further."""
+        worker.draining = why
+        worker.reason = f"draining: {why}"
+        self.pairing.refresh()
+        worker.doubt()
+
+    def blame(self, worker: Worker, cause: Cause, opened: float) -> None:
+        """A failure that is this worker's own, of a leg opened at `opened`. After some in a row it is avoided for a
+        while, never for good."""
+        worker.failed(opened, cause.message, monotonic(), self.config)
+        worker.doubt()
 
     # --- the sweep --------------------------------------------------------------------------------------------------
 
@@ -212,8 +216,7 @@ class Router:
         if any(worker.silent for worker in self.pairing.workers):
             self._end_silent()
         for worker in self.pairing.workers:
-            if worker.avoid and worker.avoid_until <= now:
-                worker.avoid = ""
+            worker.pass_time(now)
             while worker.idle and worker.idle[0].idle_since < now - self.config.idle_s:
                 worker.idle.pop(0).discard()
         for front in [f for f in self.fronts if self._overdue(f)]:

@@ -147,6 +147,7 @@ class Leg(asyncio.Protocol):
         if self.exchange is None:
             if self in self.worker.idle:
                 self.worker.idle.remove(self)
+                self.worker.doubt()  # it closed what it might have kept: has it gone?
         elif self._ends_by_closing(exc):
             self.complete = True
             self._received(b"")

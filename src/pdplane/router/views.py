@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -16,7 +17,7 @@ from pdplane.wire.errors import error_body, error_detail
 
 from .answers import answer as plain_answer
 from .answers import json_answer
-from .metrics import per_worker
+from .metrics import per_rank, per_worker
 
 if TYPE_CHECKING:
     from .front import Incoming
@@ -84,8 +85,11 @@ def _ready(router: Router, close: bool) -> Answer:
 
 
 def _workers(router: Router, close: bool) -> Answer:
-    pairing = router.pairing
-    described = [worker.describe() | {"reason": pairing.why_out(worker)} for worker in pairing.workers]
+    pairing, now = router.pairing, monotonic()
+    described = [
+        worker.describe(now) | {"reason": pairing.why_out(worker), "incompatible": pairing.incompatible(worker)}
+        for worker in pairing.workers
+    ]
     for entry in described:
         entry["ready"] = not entry["reason"]
     return _json({"workers": described, "missing": pairing.missing()}, close)
@@ -147,9 +151,15 @@ def metric_lines(router: Router) -> Iterable[str]:
         ("pdplane_router_worker_load", "Samples in flight on its legs.", "gauge", lambda w: w.load),
         ("pdplane_router_worker_ready", "1: in service.", "gauge", lambda w: int(w.ready)),
         ("pdplane_router_worker_avoided", "1: others are preferred.", "gauge", lambda w: int(bool(w.avoid))),
+        ("pdplane_router_worker_draining", "1: takes nothing new.", "gauge", lambda w: int(bool(w.draining))),
         ("pdplane_router_worker_idle", "Idle connections.", "gauge", lambda w: len(w.idle)),
         ("pdplane_router_worker_requests_total", "Legs opened.", "counter", lambda w: w.requests),
         ("pdplane_router_worker_failures_total", "Failures of its own.", "counter", lambda w: w.failures),
+    )
+    yield from per_rank(
+        "pdplane_router_rank_load",
+        "Samples in flight on a prefill's rank, where it has several.",
+        [(url, rank, load) for url, _, w in workers if w.ranks is not None for rank, load in enumerate(w.ranks.loads)],
     )
     for name, help, kind, value in columns:
         yield from per_worker(name, help, kind, [(url, role, value(worker)) for url, role, worker in workers])

@@ -6,37 +6,21 @@ touches them no more. Reports reach the core a little later, in order, as from a
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-from pdplane.core.events import Computed, Event, Released, Sampled
+from pdplane.core.events import Computed, Event, Released, Retracted, Sampled
 from pdplane.core.frames import Row
-from pdplane.core.ids import PageId, Rid, Room
+from pdplane.core.ids import PageId, Rid
 from pdplane.transport.pool import PagePool
 
-TAG = struct.Struct(">QII")
-PAGE_BYTES = TAG.size
+from .content import PAGE_SIZE, Work
+
+CHUNK = 2 * PAGE_SIZE  # tokens of a prompt that a step computes
 STEP_S = (0.002, 0.025)
 HOP_S = 0.0008  # engine thread to control thread, at most
-
-
-class Work(msgspec.Struct, frozen=True):
-    """What the simulation knows of a leg and the core does not: `serial` is the attempt's, unlike any other's."""
-
-    rid: Rid
-    room: Room
-    serial: int
-    prompt_tokens: int
-    max_new: int
-    stops_at: int
-    breaks_here: bool = False
-
-    def tag(self, index: int) -> bytes:
-        """What page `index` of this attempt holds when it is written."""
-        return TAG.pack(self.room, self.serial, index)
 
 
 class Host(Protocol):
@@ -55,6 +39,10 @@ class Host(Protocol):
         """A page of a live request does not carry its owner's tag: never returns."""
         ...
 
+    def short_restore(self, work: Work, needed: int, given: int) -> None:
+        """A request comes back into fewer pages than its copy fills: never returns."""
+        ...
+
     @property
     def running(self) -> bool:
         """Neither dead nor frozen."""
@@ -65,38 +53,57 @@ class _Job(msgspec.Struct):
     work: Work
     pages: list[PageId]
     computed: int
-    row: Row | None  # None: a prefill
     max_new: int
+    role: Literal["prefill", "decode", "whole"]
+    shared: int = 0  # pages of a cached prefix: read, never written
     sampled: int = 0
     aborted: bool = False
+    finishing: bool = False
+    retracting: bool = False
     in_step: bool = False
     written: int = 0  # pages that carry the tag
+    host: list[list[bytes]] | None = None  # laid aside: a copy of each pool's pages
+
+    @property
+    def in_prompt(self) -> bool:
+        """Its prompt is not computed yet."""
+        return self.role != "decode" and self.sampled == 0
 
 
 class SimEngine:
-    """One step at a time over all that can go on: a chunk for a prefill, a token for a decode."""
+    """One step at a time over all that can go on: a chunk for a prefill, a token for a decode. `pools`: one per tensor
+    parallel rank, None for a rank without heads. `salt`: other weights write other bytes."""
 
-    def __init__(self, host: Host, pool: PagePool, page_size: int, chunk: int, step: float = 1.0) -> None:
+    def __init__(
+        self, host: Host, pools: Sequence[PagePool | None], chunk: int, step: float = 1.0, salt: int = 0
+    ) -> None:
         self.jobs: dict[Rid, _Job] = {}
         self.steps = 0
-        self._host, self._pool, self._page_size, self._chunk = host, pool, page_size, chunk
+        self._host, self._chunk = host, chunk
+        self._shards = [(rank, pool) for rank, pool in enumerate(pools) if pool is not None]
+        self._ranks = len(pools)
         self._step = step
+        self._salt = salt
         self._stepping = False
         self._reported_at = 0.0
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, work: Work, pages: Sequence[PageId]) -> None:
-        self._add(_Job(work, list(pages), 0, None, 1))
+    def prefill(self, work: Work, pages: Sequence[PageId], cached_tokens: int = 0) -> None:
+        shared = cached_tokens // PAGE_SIZE
+        self._add(_Job(work, list(pages), cached_tokens, 1, "prefill", shared=shared, written=shared))
+
+    def whole(self, work: Work, pages: Sequence[PageId], max_new: int) -> None:
+        self._add(_Job(work, list(pages), 0, max_new, "whole"))
 
     def decode(self, work: Work, pages: Sequence[PageId], row: Row, max_new: int) -> None:
-        job = _Job(work, list(pages), row.prompt_tokens, row, max_new, sampled=1)
+        job = _Job(work, list(pages), row.prompt_tokens, max_new, "decode", sampled=1)
         job.written = len(pages)
         self._verify("decode starts", job)
         self._add(job)
 
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
-        if job := self.jobs.get(rid):
+        if (job := self.jobs.get(rid)) and job.host is None:
             job.pages += pages
             self.wake()
 
@@ -105,12 +112,39 @@ class SimEngine:
             job.aborted = True
             self.wake()
 
+    def finish(self, rid: Rid) -> None:
+        if job := self.jobs.get(rid):
+            job.finishing = True
+            self.wake()
+
+    def retract(self, rid: Rid) -> None:
+        """At the end of the step it is laid aside."""
+        if job := self.jobs.get(rid):
+            job.retracting = True
+            self.wake()
+
+    def restore(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        if (job := self.jobs.get(rid)) is None or job.host is None:
+            return
+        job.pages, host, job.host = list(pages), job.host, None
+        job.written = len(host[0]) if host else 0
+        if job.written > len(pages):
+            self._host.short_restore(job.work, job.written, len(pages))
+        for (_, pool), copies in zip(self._shards, host, strict=True):
+            for page, content in zip(job.pages, copies, strict=False):
+                pool.page(page)[:] = content
+        self._verify("decode is restored", job)
+        self.wake()
+
     def wake(self) -> None:
         """Begins a step where there is something to do and none runs."""
         if self._stepping or not self._host.running:
             return
-        for job in [job for job in self.jobs.values() if job.aborted]:
-            self._release(job)
+        for job in list(self.jobs.values()):
+            if job.aborted or job.finishing:
+                self._release(job)
+            elif job.retracting:
+                self._lay_aside(job)
         batch = self._batch()
         if not batch:
             return
@@ -119,15 +153,23 @@ class SimEngine:
             job.in_step = True
         self._host.at(self._host.now + self._step * self._host.uniform(*STEP_S), lambda: self._end_step(batch))
 
+    def _lay_aside(self, job: _Job) -> None:
+        job.retracting = False
+        self._verify("decode is laid aside", job)
+        kept = job.pages[: -(-job.computed // PAGE_SIZE)]
+        job.host = [[bytes(pool.page(page)) for page in kept] for _, pool in self._shards]
+        self._report(Retracted(rid=job.work.rid, tokens=job.computed))
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _batch(self) -> list[_Job]:
-        prefills = [job for job in self.jobs.values() if job.row is None]
-        decodes = [job for job in self.jobs.values() if job.row is not None and self._can_go_on(job)]
-        return prefills[:2] + decodes
+        prompts = [job for job in self.jobs.values() if job.in_prompt]
+        running = (job for job in self.jobs.values() if not job.in_prompt and job.host is None)
+        decodes = [job for job in running if self._can_go_on(job)]
+        return prompts[:2] + decodes
 
     def _can_go_on(self, job: _Job) -> bool:
-        return self._over(job) or job.computed < len(job.pages) * self._page_size
+        return self._over(job) or job.computed < len(job.pages) * PAGE_SIZE
 
     def _over(self, job: _Job) -> bool:
         return job.sampled >= min(job.max_new, job.work.stops_at)
@@ -140,14 +182,14 @@ class SimEngine:
         self.steps += 1
         for job in batch:
             job.in_step = False
-            if job.row is None:
-                self._prefill_step(job)
+            if job.in_prompt:
+                self._prompt_step(job)
             else:
                 self._decode_step(job)
         self._stepping = False
         self.wake()
 
-    def _prefill_step(self, job: _Job) -> None:
+    def _prompt_step(self, job: _Job) -> None:
         self._verify("prefill goes on", job)
         tokens = job.work.prompt_tokens
         job.computed = min(job.computed + self._chunk, tokens)
@@ -157,6 +199,10 @@ class SimEngine:
             return
         if job.computed < tokens:
             self._report(Computed(rid=job.work.rid, tokens=job.computed))
+            return
+        if job.role == "whole":
+            job.sampled = 1
+            self._go_on(job)
             return
         ended = "length" if job.work.max_new == 1 else "stop" if job.work.stops_at == 1 else None
         self._report(Sampled(rid=job.work.rid, token=7, ended=ended))
@@ -168,6 +214,9 @@ class SimEngine:
             job.computed += 1
             job.sampled += 1
             self._write(job)
+        self._go_on(job)
+
+    def _go_on(self, job: _Job) -> None:
         if job.aborted or job.work.breaks_here or self._over(job):
             self._release(job)
         else:
@@ -193,13 +242,19 @@ class SimEngine:
 
     def _write(self, job: _Job) -> None:
         """Tags the pages of the step's tokens; the last one again where it is not full."""
-        upto = -(-job.computed // self._page_size)
-        for index in range(max(0, min(job.written, upto) - 1), upto):
-            self._pool.page(job.pages[index])[:] = job.work.tag(index)
+        upto = -(-job.computed // PAGE_SIZE)
+        for index in range(max(job.shared, min(job.written, upto) - 1), upto):
+            for rank, pool in self._shards:
+                pool.page(job.pages[index])[:] = self._tag(job, index, rank)
         job.written = max(job.written, upto)
+
+    def _tag(self, job: _Job, index: int, rank: int) -> bytes:
+        tag = job.work.tag(index, rank, self._ranks)
+        return bytes(byte ^ self._salt for byte in tag) if self._salt else tag
 
     def _verify(self, where: str, job: _Job) -> None:
         for index in range(job.written):
             page = job.pages[index]
-            if self._pool.page(page) != job.work.tag(index):
-                self._host.foreign_tag(where, job.work, page, index)
+            for rank, pool in self._shards:
+                if pool.page(page) != self._tag(job, index, rank):
+                    self._host.foreign_tag(where, job.work, page, index)

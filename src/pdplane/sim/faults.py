@@ -1,25 +1,26 @@
-"""Faults as typed records with units, and the named patterns that are made of them.
+"""Faults as typed records with units; patterns.py makes named patterns of them.
 
 Names of processes are those of the fleet: ``p0``, ``p1`` prefill, ``d0``, ``d1`` decode. All times are virtual seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from random import Random
-
 import msgspec
+
+WEIGHTS = "00"
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
     """kill -9. A successor, another instance on the same address, comes up `restart_after_s` later. `ghosts`: what the
-    process had posted may still land, up to `ghost_within_s` later."""
+    process had posted may still land, up to `ghost_within_s` later. `weights`: what the successor serves; all others
+    serve WEIGHTS."""
 
     process: str
     at_s: float
     restart_after_s: float
     ghosts: bool = False
     ghost_within_s: float = 60.0
+    weights: str = WEIGHTS
 
 
 class Freeze(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +42,24 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """The control connections between two processes break; what is under way is lost. Each end notices for itself."""
+    """The control connections between two processes break; what is under way is lost. Each end notices for itself.
+    `tp`: those of that tensor parallel rank of prefill alone."""
 
     prefill: str
     decode: str
     at_s: float
+    tp: int | None = None
+
+
+class LostFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """The session breaks as the next frame of this kind leaves, at the first chance after `at_s`: it is lost with it.
+    `frame`: a room frame's name, in small letters. `whole`: all sessions of the two processes break."""
+
+    prefill: str
+    decode: str
+    at_s: float
+    frame: str
+    whole: bool = False
 
 
 class SlowLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,17 +81,65 @@ class SlowTransfer(msgspec.Struct, frozen=True, kw_only=True):
     extra_s: float
 
 
-class LostMoves(msgspec.Struct, frozen=True, kw_only=True):
-    """Every move of one prefill that is under way at `at_s` completes with an error; half of them land all the same."""
+class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Moves and frames of one tensor parallel rank of a prefill take `extra_s` longer: its links lag behind the others'
+    of the same rooms."""
+
+    process: str
+    tp: int
+    at_s: float
+    for_s: float
+    extra_s: float
+
+
+class StuckMoves(msgspec.Struct, frozen=True, kw_only=True):
+    """Moves of one prefill that are posted before `at_s` + `for_s` and under way after `at_s` return only then: longer
+    than drain limits."""
 
     process: str
     at_s: float
+    for_s: float
+
+
+class LostMoves(msgspec.Struct, frozen=True, kw_only=True):
+    """Every move of one prefill that is under way at `at_s` completes with an error. Some are lost, some have landed
+    when that is said, and some land after it: they lay in a socket's buffer."""
+
+    process: str
+    at_s: float
+
+
+class WrongRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The next SUCCESS of this prefill, on one link, speaks of another prompt (`wrong` "prompt") or of another first
+    token than its other links do ("token")."""
+
+    process: str
+    at_s: float
+    wrong: str
 
 
 class RegistryDown(msgspec.Struct, frozen=True, kw_only=True):
     """The registry of one prefill refuses connections."""
 
     process: str
+    at_s: float
+    for_s: float
+
+
+class SlowRegistry(msgspec.Struct, frozen=True, kw_only=True):
+    """The registry of one prefill takes `extra_s` longer to answer."""
+
+    process: str
+    at_s: float
+    for_s: float
+    extra_s: float
+
+
+class MissingRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The registry of one prefill, or of its group, does not name this tensor parallel rank of it."""
+
+    process: str
+    tp: int
     at_s: float
     for_s: float
 
@@ -99,134 +161,29 @@ class DrainWorker(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
+class Release(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator gives back what this decode has in quarantine, having made sure that no write is under way to it."""
+
+    process: str
+    at_s: float
+
+
 Fault = (
     Crash
     | DrainWorker
     | Freeze
+    | LostFrame
     | LostMoves
+    | MissingRank
     | Partition
     | RegistryDown
+    | Release
     | SessionLoss
     | SlowLink
+    | SlowRank
+    | SlowRegistry
     | SlowTransfer
     | StrayFrame
+    | StuckMoves
+    | WrongRow
 )
-
-SPAN_S = 6.0  # requests arrive, and faults strike, within this time
-
-Fleet = tuple[list[str], list[str]]  # prefill names, decode names
-
-
-def _when(rng: Random) -> float:
-    return rng.uniform(0.0, SPAN_S)
-
-
-def _session_flaps(rng: Random, fleet: Fleet) -> list[Fault]:
-    return [
-        SessionLoss(prefill=rng.choice(fleet[0]), decode=rng.choice(fleet[1]), at_s=_when(rng))
-        for _ in range(rng.choice((3, 10, 40)))
-    ]
-
-
-def _partitions(rng: Random, fleet: Fleet) -> list[Fault]:
-    faults: list[Fault] = []
-    for _ in range(rng.randint(1, 3)):
-        ends = [rng.choice(fleet[0]), rng.choice(fleet[1])]
-        rng.shuffle(ends)
-        length = rng.choice((0.3, 3.0, 6.0, 9.0, 15.0, 45.0))
-        faults.append(
-            Partition(
-                src=ends[0], dst=ends[1], at_s=_when(rng), for_s=rng.uniform(0.2, length), both=rng.random() < 0.5
-            )
-        )
-    return faults
-
-
-def _slow_links(rng: Random, fleet: Fleet) -> list[Fault]:
-    faults: list[Fault] = []
-    for _ in range(rng.randint(1, 3)):
-        ends = [rng.choice(fleet[0]), rng.choice(fleet[1])]
-        rng.shuffle(ends)
-        extra_s = rng.uniform(0.05, 1.5)
-        faults.append(SlowLink(src=ends[0], dst=ends[1], at_s=_when(rng), for_s=rng.uniform(1.0, 5.0), extra_s=extra_s))
-    return faults
-
-
-def _crash(rng: Random, names: list[str], ghosts: bool) -> list[Fault]:
-    return [
-        Crash(process=rng.choice(names), at_s=_when(rng), restart_after_s=rng.uniform(0.1, 5.0), ghosts=ghosts)
-        for _ in range(rng.randint(1, 2))
-    ]
-
-
-def _freeze(rng: Random, names: list[str]) -> list[Fault]:
-    return [
-        Freeze(process=rng.choice(names), at_s=_when(rng), for_s=rng.uniform(0.5, rng.choice((3.0, 9.0, 20.0, 50.0))))
-        for _ in range(rng.randint(1, 2))
-    ]
-
-
-def _slow_transfer(rng: Random, fleet: Fleet) -> list[Fault]:
-    faults: list[Fault] = []
-    for name in fleet[0]:
-        extra_s = rng.uniform(0.1, rng.choice((0.5, 3.0, 3.0, 40.0)))
-        faults.append(SlowTransfer(process=name, at_s=_when(rng), for_s=rng.uniform(1.0, 6.0), extra_s=extra_s))
-    return faults
-
-
-def _lost_moves(rng: Random, fleet: Fleet) -> list[Fault]:
-    return [LostMoves(process=rng.choice(fleet[0]), at_s=_when(rng)) for _ in range(rng.randint(3, 12))]
-
-
-def _registry_down(rng: Random, fleet: Fleet) -> list[Fault]:
-    down: list[Fault] = [
-        RegistryDown(process=name, at_s=rng.uniform(0.0, 2.0), for_s=rng.uniform(0.5, 5.0)) for name in fleet[0]
-    ]
-    return down + (_crash(rng, fleet[0], False) if rng.random() < 0.3 else [])
-
-
-def _stray_frames(rng: Random, fleet: Fleet) -> list[Fault]:
-    strays: list[Fault] = [
-        StrayFrame(
-            decode=rng.choice(fleet[1]),
-            at_s=_when(rng),
-            kind=rng.choice(("drained", "success")),
-            wrong=rng.choice(("grant", "instance")),
-        )
-        for _ in range(rng.randint(10, 30))
-    ]
-    return strays + _slow_transfer(rng, fleet)
-
-
-Strike = Callable[[Random, Fleet], list[Fault]]
-
-PATTERNS: dict[str, Strike] = {
-    "calm": lambda rng, fleet: [],
-    "cancels": lambda rng, fleet: [],
-    "session_flaps": _session_flaps,
-    "partitions": _partitions,
-    "slow_links": _slow_links,
-    "crash_prefill": lambda rng, fleet: _crash(rng, fleet[0], False),
-    "crash_decode": lambda rng, fleet: _crash(rng, fleet[1], False),
-    "freeze_prefill": lambda rng, fleet: _freeze(rng, fleet[0]),
-    "freeze_decode": lambda rng, fleet: _freeze(rng, fleet[1]),
-    "ghost_writes": lambda rng, fleet: _crash(rng, fleet[0], True) + _slow_transfer(rng, fleet),
-    "slow_transfer": _slow_transfer,
-    "lost_moves": _lost_moves,
-    "tight_pools": lambda rng, fleet: [],
-    "duplicate_rooms": lambda rng, fleet: [],
-    "late_legs": lambda rng, fleet: [],
-    "registry_down": _registry_down,
-    "stray_frames": _stray_frames,
-    "draining": lambda rng, fleet: [DrainWorker(process=rng.choice(fleet[0] + fleet[1]), at_s=_when(rng))],
-}
-"""What strikes a fleet, by name. Patterns also shape the requests: see plan.py. ``mixed`` is several of these."""
-
-MIXED = "mixed"
-PATTERN_NAMES = (*PATTERNS, MIXED)
-
-
-def strikes(rng: Random, patterns: tuple[str, ...], fleet: Fleet) -> tuple[Fault, ...]:
-    """The faults of these patterns, in order of time."""
-    faults = [fault for name in patterns for fault in PATTERNS[name](rng, fleet)]
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))

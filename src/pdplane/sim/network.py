@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pdplane.core.events import Accepted, ConnLost, ControlEndpoint, DialFailed, Dialled, Event, FrameIn
 from pdplane.core.frames import Frame
-from pdplane.core.ids import ConnId
+from pdplane.core.ids import ConnId, Rank
 
 DIAL_TIMEOUT_S = 1.0
 NOTICE_S = (0.0, 0.02, 0.3, 6.0)  # how long an end may take to notice a break, at most; one is drawn
@@ -22,6 +22,8 @@ class End(Protocol):
     """A process as the network sees it."""
 
     name: str
+    dp: int
+    first_port: int  # of its tensor parallel rank 0; the others follow
     alive: bool
     conns: dict[ConnId, Connection]
 
@@ -45,10 +47,11 @@ class Clock(Protocol):
 
 
 class Connection:
-    """One control connection; `ends[0]` dialled."""
+    """One control connection; `ends[0]` dialled for its rank `here`. `tp`: the rank of `ends[1]` that listened."""
 
-    def __init__(self, ends: tuple[End, End]) -> None:
+    def __init__(self, ends: tuple[End, End], here: Rank, tp: int) -> None:
         self.ends = ends
+        self.here, self.tp = here, tp
         self.ids = tuple(end.mint_conn() for end in ends)
         self.arrives = [0.0, 0.0]  # the latest arrival so far, towards each end
         self.held: tuple[deque[Frame | None], deque[Frame | None]] = (deque(), deque())
@@ -68,20 +71,26 @@ class Network:
         self._base_s = base_s
         self._cuts: dict[tuple[str, str], int] = {}
         self._extra_s: dict[tuple[str, str], float] = {}
+        self._rank_extra_s: dict[tuple[str, int], float] = {}
+        self._losing: list[tuple[set[str], str, bool]] = []
         self._connections: list[Connection] = []
 
     # --- what nodes ask for -----------------------------------------------------------------------------------------
 
-    def dial(self, dialler: End, endpoint: ControlEndpoint) -> None:
-        self._later(dialler.name, endpoint.host, lambda: self._reached(dialler, endpoint))
+    def dial(self, dialler: End, endpoint: ControlEndpoint, here: Rank) -> None:
+        """For the dialler's rank `here`. Nobody listens at a port of an earlier life."""
+        self._later(dialler.name, endpoint.host, lambda: self._reached(dialler, endpoint, here))
 
     def send(self, sender: End, number: ConnId, frame: Frame | None) -> None:
         """None is the end of the stream."""
         connection = sender.conns.get(number)
         if connection is None or connection.broken:
             return
+        if frame is not None and self._lost(connection, type(frame).__name__.lower()):
+            return
         to = 1 - connection.side_of(sender)
         due = self._clock.now + self._delay_s(sender.name, connection.ends[to].name)
+        due += self._rank_extra_s.get((connection.ends[1].name, connection.tp), 0.0)
         connection.arrives[to] = due = max(due, connection.arrives[to])
         self._clock.at(due, lambda: self._arrived(connection, to, frame))
 
@@ -110,10 +119,18 @@ class Network:
     def slow(self, src: str, dst: str, extra_s: float) -> None:
         self._extra_s[src, dst] = extra_s
 
-    def break_between(self, one: str, other: str) -> None:
+    def slow_rank(self, listener: str, tp: int, extra_s: float) -> None:
+        self._rank_extra_s[listener, tp] = extra_s
+
+    def break_between(self, one: str, other: str, tp: int | None = None) -> None:
+        """`tp`: only the sessions of that rank of the one that listens."""
         for connection in list(self._connections):
-            if {end.name for end in connection.ends} == {one, other}:
+            if {end.name for end in connection.ends} == {one, other} and tp in (None, connection.tp):
                 self._break(connection)
+
+    def lose_next(self, one: str, other: str, kind: str, *, whole: bool = False) -> None:
+        """The next frame of this kind between them goes down with its session; `whole`: with all of theirs."""
+        self._losing.append(({one, other}, kind, whole))
 
     def process_died(self, end: End) -> None:
         for connection in list(end.conns.values()):
@@ -122,28 +139,29 @@ class Network:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _reached(self, dialler: End, endpoint: ControlEndpoint) -> None:
+    def _reached(self, dialler: End, endpoint: ControlEndpoint, here: Rank) -> None:
         listener = self._clock.process(endpoint.host)
         if not dialler.alive:
             return
         if self.is_cut(dialler.name, listener.name) or self.is_cut(listener.name, dialler.name):
-            self._clock.at(self._clock.now + DIAL_TIMEOUT_S, lambda: dialler.post(DialFailed(endpoint, "timed out")))
-        elif not listener.alive:
-            self._later(listener.name, dialler.name, lambda: dialler.post(DialFailed(endpoint, "refused")))
+            late = DialFailed(endpoint, here, "timed out")
+            self._clock.at(self._clock.now + DIAL_TIMEOUT_S, lambda: dialler.post(late))
+        elif not listener.alive or endpoint.port < listener.first_port:
+            refused = DialFailed(endpoint, here, "refused")
+            self._later(listener.name, dialler.name, lambda: dialler.post(refused))
         else:
-            connection = Connection((dialler, listener))
+            connection = Connection((dialler, listener), here, endpoint.port - listener.first_port)
             self._connections.append(connection)
-            listener.post(Accepted(connection.ids[1]))
-            dialled = Dialled(endpoint, connection.ids[0])
+            listener.post(Accepted(connection.ids[1], Rank(dp=listener.dp, tp=connection.tp)))
             due = self._clock.now + self._delay_s(listener.name, dialler.name)
             connection.arrives[0] = due
-            self._clock.at(due, lambda: dialler.post(dialled) if not connection.broken else self._stillborn(connection))
+            self._clock.at(due, lambda: self._dialled(connection, Dialled(endpoint, here, connection.ids[0])))
 
-    def _stillborn(self, connection: Connection) -> None:
-        """Broken before the dialler had it."""
-        dialler = connection.ends[0]
-        dialler.post(Dialled(ControlEndpoint(connection.ends[1].name, 1), connection.ids[0]))
-        self._notice(connection, 0, 0.0)
+    def _dialled(self, connection: Connection, dialled: Dialled) -> None:
+        """It may be broken before the dialler had it."""
+        connection.ends[0].post(dialled)
+        if connection.broken:
+            self._notice(connection, 0, 0.0)
 
     def _arrived(self, connection: Connection, to: int, frame: Frame | None) -> None:
         if connection.broken:
@@ -176,6 +194,17 @@ class Network:
         self._forget(connection)
         for side in (0, 1):
             self._notice(connection, side, self._clock.uniform(0.0, self._clock.choice(NOTICE_S)))
+
+    def _lost(self, connection: Connection, kind: str) -> bool:
+        names = {end.name for end in connection.ends}
+        found = next((lost for lost in self._losing if lost[:2] == (names, kind)), None)
+        if found is None:
+            return False
+        self._losing.remove(found)
+        if found[2]:
+            self.break_between(connection.ends[0].name, connection.ends[1].name)
+        self._break(connection)
+        return True
 
     def _notice(self, connection: Connection, side: int, after_s: float) -> None:
         end, number = connection.ends[side], connection.ids[side]

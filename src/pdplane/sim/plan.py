@@ -6,32 +6,55 @@ from random import Random
 
 import msgspec
 
-from pdplane.core.ids import Room
+from pdplane.core.ids import Room, Shape
 from pdplane.core.node import Limits
 
+from .content import PAGE_SIZE
 from .faults import (
-    MIXED,
-    PATTERN_NAMES,
-    PATTERNS,
-    SPAN_S,
+    WEIGHTS,
     Crash,
     DrainWorker,
     Fault,
     Freeze,
     LostMoves,
+    MissingRank,
     Partition,
+    Release,
+    SlowRegistry,
     SlowTransfer,
     StrayFrame,
-    strikes,
+    StuckMoves,
+    WrongRow,
+)
+from .patterns import MIXED, PATTERN_NAMES, PATTERNS, SPAN_S, strikes
+
+AGGREGATED = "a0"
+POLICIES = ("early", "prefill_complete")
+UNEQUAL = ((1, 2), (2, 1), (2, 4), (4, 1))
+TP_SIZES = ((1, 1),) * 4 + ((2, 2), *UNEQUAL)
+
+BESIDE_THE_NETWORK = (
+    DrainWorker,
+    LostMoves,
+    MissingRank,
+    Release,
+    SlowRegistry,
+    SlowTransfer,
+    StrayFrame,
+    StuckMoves,
+    WrongRow,
 )
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One client request. Delays are on top of the network's.
 
-    prompt: which prompt, so that two requests may share one. leaves_after_s: the client closes its connection.
+    prompt: which prompt, so that two requests may share one; its first `family_tokens` tokens are those of every prompt
+    of its `family`. leaves_after_s: the client closes its connection.
     room_of: uses the room of that request (a router that mints badly). refused_at: the HTTP edge of that side turns
     the leg away. stops_at: it ends after so many tokens, if not before. breaks_at: the engine of that side fails on it.
+    prompts_differ: the legs carry different ones. wrong_rank: decode's leg names a prefill rank that its prefill is
+    not. aggregated: for the worker that does both.
     """
 
     number: int
@@ -48,34 +71,72 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     refused_at: str = ""
     breaks_at: str = ""
     priority: int = 0
+    family: int = 0
+    family_tokens: int = 0
+    prompts_differ: bool = False
+    wrong_rank: bool = False
+    aggregated: bool = False
+
+    @property
+    def impossible(self) -> bool:
+        """Whatever else happens, it must not be answered."""
+        return self.prompts_differ or self.wrong_rank
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`patterns` is what `pattern` stands for; `router_tells`: a leg's end at the router reaches the worker (many
     real routers never tell, and the protocol must do without). `prefill_step`: how much longer its engine's steps take.
-    `delay_s`: the range of a frame's delay.
+    `delay_s`: the range of a frame's delay; `hop_s`: of what goes between router and workers. `tp`: tensor parallel
+    ranks of (prefill, decode). `dp`: the prefills are the data parallel ranks of one group. `names_rank`: legs name the
+    prefill rank. `teardown_proves`: the transport's.
+    `aborts_again`: abort calls are repeated, up to seconds later. `new_ports`: a restarted prefill listens elsewhere.
+    `aggregated`: a worker of that kind, or none.
     """
 
     seed: int
     pattern: str
     patterns: tuple[str, ...]
     fence: bool
+    teardown_proves: bool
+    policy: str
+    tp: tuple[int, int]
+    dp: bool
+    follow_room: bool
+    names_rank: bool
+    aborts_again: bool
+    new_ports: bool
+    aggregated: tuple[str, ...]
     prefills: tuple[str, ...]
     decodes: tuple[str, ...]
     prefill_limits: Limits
     decode_limits: Limits
     prefill_step: float
     delay_s: tuple[float, float]
+    hop_s: tuple[float, float]
     router_tells: bool
     retries: int
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of all processes."""
+        return (*self.prefills, *self.decodes, *self.aggregated)
+
+    def limits_of(self, name: str) -> Limits:
+        return self.prefill_limits if name in self.prefills else self.decode_limits
+
+    def shape_of(self, side: str) -> Shape:
+        dp = len(self.prefills) if self.dp and side == "prefill" else 1
+        return Shape(dp=dp, tp=self.tp[0] if side == "prefill" else self.tp[1])
+
+    def dp_of(self, name: str) -> int:
+        return self.prefills.index(name) if self.dp and name in self.prefills else 0
+
+    @property
     def calm_network(self) -> bool:
         """Nothing stands between a frame and its receiver."""
-        quiet = (LostMoves, StrayFrame, SlowTransfer, DrainWorker)
-        return all(isinstance(fault, quiet) for fault in self.faults)
+        return all(isinstance(fault, BESIDE_THE_NETWORK) for fault in self.faults)
 
     @property
     def trouble_s(self) -> float:
@@ -86,12 +147,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(held) + sum(down) + sum(cut) + (0.0 if self.calm_network else 20.0)
 
     @property
+    def unfit_until_s(self) -> float:
+        """From when on all workers serve the same model, and have had time to see it."""
+        if not any(isinstance(fault, Crash) and fault.weights != WEIGHTS for fault in self.faults):
+            return 0.0
+        return 10.0 + max(fault.at_s + fault.restart_after_s for fault in self.faults if isinstance(fault, Crash))
+
+    @property
     def crashes(self) -> bool:
         return any(isinstance(fault, Crash) for fault in self.faults)
 
 
-def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) -> Plan:
-    """The run of this seed. `pattern` and `fence` override what the seed would have drawn.
+def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None, policy: str | None = None) -> Plan:
+    """The run of this seed. `pattern`, `fence` and `policy` override what the seed would have drawn.
 
     Several patterns may be joined by "+". Raises ValueError for an unknown one.
     """
@@ -104,47 +172,116 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None) ->
         raise ValueError(f"there is no pattern {unknown[0]!r}; choose one of {', '.join(PATTERN_NAMES)}")
     if MIXED in patterns:
         patterns = tuple(rng.sample(list(PATTERNS), rng.randint(2, 4)))
-    prefills = tuple(f"p{i}" for i in range(rng.choice((1, 1, 2))))
+    traits = frozenset(patterns)
+    two = bool(traits & {"late_ranks"})
+    prefills = tuple(f"p{i}" for i in range(2 if two else rng.choice((1, 1, 2))))
     decodes = tuple(f"d{i}" for i in range(rng.choice((1, 1, 2))))
-    drawn_fence = rng.random() < 0.5
-    tight = "tight_pools" in patterns
-    page_size = 4
-    prefill_limits, decode_limits = (_limits(rng, tight, page_size) for _ in range(2))
+    aggregated = (AGGREGATED,) if "aggregated" in traits or (pattern == MIXED and rng.random() < 0.2) else ()
+    drawn_fence = rng.random() < (0.1 if traits & UNFENCED else 0.5)
+    prefill_limits, decode_limits = _prefill_limits(rng, traits), _decode_limits(rng, traits)
+    fleet = (list(prefills), list(decodes))
     return Plan(
         seed=seed,
         pattern=pattern,
         patterns=patterns,
         fence=drawn_fence if fence is None else fence,
+        teardown_proves=rng.random() < (0.1 if traits & UNFENCED else 0.3),
+        policy=policy or _policy(rng, traits),
+        tp=rng.choice(UNEQUAL if "rank_skew" in traits else TP_SIZES),
+        dp=two or (len(prefills) > 1 and rng.random() < 0.5),
+        follow_room=not two and rng.random() < 0.7,
+        names_rank=not two and rng.random() < 0.5,
+        aborts_again=rng.random() < (0.7 if traits & UNFENCED else 0.3),
+        new_ports="registry_swap" in traits or rng.random() < 0.2,
+        aggregated=aggregated,
         prefills=prefills,
         decodes=decodes,
         prefill_limits=prefill_limits,
         decode_limits=decode_limits,
-        prefill_step=1.0 if pattern == "calm" else rng.choice((1.0, 1.0, 1.0, 8.0, 40.0, 120.0)),
+        prefill_step=_prefill_step(rng, traits),
         delay_s=rng.choice(((0.0003, 0.004), (0.0003, 0.004), (0.01, 0.2))),
+        hop_s=rng.choice(((0.0003, 0.004), (0.0003, 0.004), (0.005, 0.15))),
         router_tells=rng.random() < 0.7,
         retries=rng.choice((0, 1, 1, 2)),
-        requests=_requests(rng, patterns, min(prefill_limits.pages, decode_limits.pages) * page_size),
-        faults=strikes(rng, patterns, (list(prefills), list(decodes))),
+        requests=_requests(rng, traits, min(prefill_limits.pages, decode_limits.pages) * PAGE_SIZE, bool(aggregated)),
+        faults=strikes(rng, patterns, fleet),
     )
 
 
-def _limits(rng: Random, tight: bool, page_size: int) -> Limits:
-    pages = rng.randint(5, 9) if tight else rng.randint(12, 32)
-    return Limits(pages=pages, page_size=page_size, max_running=rng.choice((1, 2, 4, 8)))
+def _policy(rng: Random, traits: frozenset[str]) -> str:
+    if "hold_expiry" in traits:
+        return "prefill_complete"
+    return "early" if traits & {"busy_prefill", "lost_frames"} and rng.random() < 0.7 else rng.choice(POLICIES)
 
 
-def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple[Request, ...]:
-    calm = patterns == ("calm",)
-    leaving = 0.0 if calm else 0.6 if {"cancels", "stray_frames"} & set(patterns) else 0.15
-    second_wave = rng.random() < (0.8 if "ghost_writes" in patterns else 0.3)  # comes when drain limits have passed
+def _prefill_step(rng: Random, traits: frozenset[str]) -> float:
+    if traits == {"calm"}:
+        return 1.0
+    return rng.choice((8.0, 40.0, 120.0) if "busy_prefill" in traits else (1.0, 1.0, 1.0, 8.0, 40.0, 120.0))
+
+
+def _prefill_limits(rng: Random, traits: frozenset[str]) -> Limits:
+    drawn = _limits(rng, tight="tight_pools" in traits)
+    if "hold_expiry" in traits:
+        return msgspec.structs.replace(drawn, hold_term_s=rng.choice((0.5, 1.0, 3.0)))
+    if "busy_prefill" in traits:
+        return msgspec.structs.replace(drawn, max_running=1)
+    return drawn
+
+
+def _decode_limits(rng: Random, traits: frozenset[str]) -> Limits:
+    drawn = _limits(rng, tight=bool(traits & {"tight_pools", "hold_expiry"}))
+    if traits & UNFENCED:
+        drawn = msgspec.structs.replace(drawn, drain_limit_s=rng.choice((2.0, 2.0, 30.0)))
+    if "retracts" in traits:
+        return msgspec.structs.replace(drawn, pages=rng.randint(7, 12), max_running=8, reserve_tokens=0)
+    if "full_batch" in traits:
+        return msgspec.structs.replace(drawn, max_running=1, reserve_tokens=0)
+    return drawn
+
+
+def _limits(rng: Random, tight: bool) -> Limits:
+    return Limits(
+        pages=rng.randint(5, 9) if tight else rng.randint(12, 32),
+        page_size=PAGE_SIZE,
+        max_running=rng.choice((1, 2, 4, 8)),
+        drain_limit_s=rng.choice((30.0, 30.0, 2.0)),
+        hold_term_s=rng.choice((30.0, 30.0, 3.0)),
+        held_pages=rng.choice((0, 0, 4)),
+        prefix_cache=rng.random() < 0.7,
+        reserve_tokens=rng.choice((0, 8, 512)),
+    )
+
+
+LEAVING = {
+    "cancels": 0.6,
+    "stray_frames": 0.6,
+    "full_batch": 0.8,
+    "busy_prefill": 0.4,
+    "hold_expiry": 0.4,
+    "stuck_moves": 0.4,
+    "operator": 0.4,
+    "lost_frames": 0.3,
+}
+LENGTHS = (1, 2, 5, 12, 30)
+UNFENCED = frozenset({"stuck_moves", "operator"})  # made for draining and quarantine
+LONG = frozenset({"retracts", "full_batch", "hold_expiry"})
+
+
+def _requests(rng: Random, traits: frozenset[str], most_tokens: int, aggregated: bool) -> tuple[Request, ...]:
+    calm = traits == {"calm"}
+    leaving = 0.0 if calm else max(LEAVING.get(trait, 0.15) for trait in traits)
+    past_limits = bool(traits & {"ghost_writes", "stuck_moves"})
+    second_wave = rng.random() < (0.8 if past_limits else 0.3)
     requests: list[Request] = []
     for number in range(rng.randint(12, 40)):
         prompt_tokens = rng.randint(1, min(24, most_tokens))
         if not calm and rng.random() < 0.03:
             prompt_tokens = most_tokens + rng.randint(1, 8)
         twin = rng.choice(requests) if requests and rng.random() < 0.2 else None
-        duplicate = requests and "duplicate_rooms" in patterns and rng.random() < 0.4
-        max_new = rng.choice((1, 2, 5, 12, 30))
+        duplicate = requests and "duplicate_rooms" in traits and rng.random() < 0.4
+        alone = aggregated and rng.random() < 0.4
+        max_new = rng.choice((12, 30, 30, 60) if traits & LONG else LENGTHS)
         requests.append(
             Request(
                 number=number,
@@ -153,14 +290,19 @@ def _requests(rng: Random, patterns: tuple[str, ...], most_tokens: int) -> tuple
                 prompt_tokens=twin.prompt_tokens if twin and not duplicate else prompt_tokens,
                 max_new=max_new,
                 stops_at=rng.randint(1, max_new) if rng.random() < 0.3 else max_new,
-                leaves_after_s=rng.uniform(0.0, rng.choice((0.05, 0.3, 2.0))) if rng.random() < leaving else None,
+                leaves_after_s=rng.uniform(0.0, rng.choice((0.05, 0.3, 2.0, 4.0))) if rng.random() < leaving else None,
                 deadline_s=rng.uniform(0.05, 3.0) if not calm and rng.random() < 0.05 else 300.0,
-                prefill_delay_s=_leg_delay(rng, patterns),
-                decode_delay_s=_leg_delay(rng, patterns),
-                room_of=rng.choice(requests).number if duplicate else None,
+                prefill_delay_s=_leg_delay(rng, traits),
+                decode_delay_s=_leg_delay(rng, traits),
+                room_of=rng.choice(requests).number if duplicate and not alone else None,
                 refused_at=rng.choice(("prefill", "decode")) if not calm and rng.random() < 0.04 else "",
                 breaks_at=rng.choice(("prefill", "decode")) if not calm and rng.random() < 0.03 else "",
                 priority=rng.choice((0, 0, 0, 1, 5)),
+                family=twin.family if twin and not duplicate else rng.randrange(3),
+                family_tokens=twin.family_tokens if twin and not duplicate else rng.choice((0, 4, 9, 16)),
+                prompts_differ=not alone and rng.random() < (0.3 if "mismatches" in traits else 0.0),
+                wrong_rank=not alone and rng.random() < (0.2 if traits & {"mismatches", "late_ranks"} else 0.0),
+                aggregated=alone,
             )
         )
     return tuple(requests)
@@ -173,8 +315,8 @@ def _arrival(rng: Random, second_wave: bool) -> float:
     return rng.uniform(0.0, SPAN_S) if rng.random() < 0.7 else rng.choice((0.0, 1.0, 2.0))
 
 
-def _leg_delay(rng: Random, patterns: tuple[str, ...]) -> float:
-    often = 0.0 if patterns == ("calm",) else 0.5 if "late_legs" in patterns else 0.05
+def _leg_delay(rng: Random, traits: frozenset[str]) -> float:
+    often = 0.0 if traits == {"calm"} else 0.5 if traits & {"late_legs", "late_ranks", "lost_frames"} else 0.05
     return rng.uniform(0.0, rng.choice((0.3, 3.0, 14.0))) if rng.random() < often else 0.0
 
 

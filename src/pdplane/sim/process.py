@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
+from pdplane.core.aggregated import AggregatedNode
 from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     AbortEngine,
@@ -18,38 +21,51 @@ from pdplane.core.effects import (
     DisarmGrant,
     Effect,
     ExtendPages,
+    FinishEngine,
     LookUp,
+    LookUpRank,
     MovePages,
+    RestoreEngine,
+    RetractEngine,
     RevokeGrant,
     RunDecode,
     RunPrefill,
+    RunWhole,
     SendFrame,
     Teardown,
 )
 from pdplane.core.errors import Cause
-from pdplane.core.events import Event, GrantQuiet, MoveDone, PagesLanded, Tick
-from pdplane.core.ids import ConnId, GrantNo, Instance, MoveNo, PageId, Rank, Rid
-from pdplane.core.layout import LayoutGroup, Stamp
+from pdplane.core.events import Event, GrantQuiet, MoveDone, PagesLanded, Tick, TornDown
+from pdplane.core.frames import DataEndpoint, Frame, Success
+from pdplane.core.ids import ConnId, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Seat
+from pdplane.core.layout import PROTOCOL_VERSION, Stamp
 from pdplane.core.node import Limits
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.session import Identity
-from pdplane.transport.contract import Endpoint, Pair
+from pdplane.core.slices import shard_bytes
+from pdplane.transport.contract import Pair
 from pdplane.transport.memory import MemoryFabric, MemoryLanding, MemoryMover
 from pdplane.transport.pool import PagePool
 
-from .engine import PAGE_BYTES, SimEngine, Work
+from .content import GROUP, PAGE_BYTES, PAGE_SIZE, Work
+from .engine import CHUNK, SimEngine
+from .faults import WEIGHTS
 from .network import Connection, Network
 from .plan import Plan
 
 STAMP = Stamp(
     model="sim",
-    weights="00",
+    weights=WEIGHTS,
     tokenizer="00",
-    page_size=4,
+    page_size=PAGE_SIZE,
     page_bytes=PAGE_BYTES,
-    kv_dtype="tag",
-    groups=(LayoutGroup("kv", PAGE_BYTES // 4, (0,), "tag"),),
+    kv_dtype="mark",
+    groups=(GROUP,),
+    protocol_max=PROTOCOL_VERSION,
 )
+SIDES = {"p": "prefill", "d": "decode", "a": "aggregated"}
+PORTS = 16  # of each life of a process, more than it has ranks
+KIND = "memory"
 
 
 class World(Protocol):
@@ -66,6 +82,8 @@ class World(Protocol):
     def uniform(self, low: float, high: float) -> float: ...
 
     def look_up(self, who: Process, address: str) -> None: ...
+
+    def look_up_rank(self, who: Process, address: str, room: Room) -> None: ...
 
     def before(self, who: Process, event: Event) -> None: ...
 
@@ -85,36 +103,65 @@ class World(Protocol):
 
     def foreign_tag(self, who: Process, where: str, work: Work, page: PageId, index: int) -> None: ...
 
+    def short_restore(self, who: Process, work: Work, needed: int, given: int) -> None: ...
+
 
 class Process:
     """`name` is the address, `instance` the life. Frozen: events wait in the inbox, in order, and time goes on."""
 
-    def __init__(self, world: World, name: str, life: int, limits: Limits, *, fence: bool, step: float) -> None:
+    def __init__(self, world: World, name: str, life: int, limits: Limits, step: float, weights: str = WEIGHTS) -> None:
+        plan = world.plan
         self.world = world
         self.name = name
         self.instance = Instance(f"{name}#{life}")
-        self.side = "prefill" if name.startswith("p") else "decode"
+        self.side = SIDES[name[0]]
+        self.dp = plan.dp_of(name)
+        self.first_port = 1 + (PORTS * life if plan.new_ports else 0)
         self.alive = True
         self.frozen = False
         self.conns: dict[ConnId, Connection] = {}
-        self.pool = PagePool(limits.pages, PAGE_BYTES)
-        self.engine = SimEngine(self, self.pool, limits.page_size, chunk=limits.page_size * 2, step=step)
+        shape = plan.shape_of(self.side)
+        sizes = [shard_bytes((GROUP,), PAGE_SIZE, rank, shape.tp) for rank in range(shape.tp)]
+        self.pools = [PagePool(limits.pages, size) if size else None for size in sizes]
+        self.engine = SimEngine(self, self.pools, chunk=CHUNK, step=step, salt=int(weights))
         self.unsure: set[MoveNo] = set()  # moves that will complete with an error, landed or not
+        self.wrong_rows: list[str] = []  # what the next SUCCESSes will get wrong
         self._inbox: list[Event] = []
         self._minted = 0
         self._tick_at: float | None = None
-        self._landing: MemoryLanding | None = None
-        self._mover: MemoryMover | None = None
-        me = Identity(self.instance, Rank(), STAMP, data_host=name, data_port=1, data_token=f"token of {self.instance}")
-        self.node: DecodeNode | PrefillNode
+        stamp = msgspec.structs.replace(STAMP, policy=plan.policy, weights=weights)
+        self._build(Identity(self.instance, stamp, "", shape, self.dp), limits)
+
+    def _build(self, me: Identity, limits: Limits) -> None:
+        fabric = self.world.fabric
+        seats = [(Seat(self.instance, rank), pool) for rank, pool in zip(me.ranks, self.pools, strict=True) if pool]
+        self.movers: dict[Rank, MemoryMover] = {}
+        self.landings: dict[Rank, MemoryLanding] = {}
+        for seat, pool in seats:
+            if self.side == "prefill":
+                self.movers[seat.rank] = fabric.mover(seat, pool, self.wrote)
+            elif self.side == "decode":
+                self.landings[seat.rank] = self._landing(seat, pool)
+        ends = {rank: landing.endpoint for rank, landing in self.landings.items()}
+        me = msgspec.structs.replace(me, data=tuple((ends.get(rank, DataEndpoint(KIND)),) for rank in me.ranks))
+        fenced = frozenset({KIND}) if self.world.plan.fence else frozenset()
+        self.node: DecodeNode | PrefillNode | AggregatedNode
         if self.side == "prefill":
             self.node = PrefillNode(me, limits)
-            self._mover = world.fabric.mover(self.instance, self.pool, self._wrote)
+        elif self.side == "decode":
+            self.node = DecodeNode(me, limits, fenced=fenced)
         else:
-            self.node = DecodeNode(me, limits, fence=fence)
-            self._landing = world.fabric.landing(
-                self.instance, self.pool, self._landed, self._quiet, token=me.data_token
-            )
+            self.node = AggregatedNode(limits)
+
+    def _landing(self, seat: Seat, pool: PagePool) -> MemoryLanding:
+        here = seat.rank
+        return self.world.fabric.landing(
+            seat,
+            pool,
+            lambda grant, peer, pages: self._soon(PagesLanded(grant, Link(here, peer), tuple(pages))),
+            lambda grant: self._soon(GrantQuiet(grant, here, KIND)),
+            token=f"token of {seat}",
+        )
 
     # --- for engine, network and world ------------------------------------------------------------------------------
 
@@ -140,6 +187,9 @@ class Process:
     def foreign_tag(self, where: str, work: Work, page: PageId, index: int) -> None:
         self.world.foreign_tag(self, where, work, page, index)
 
+    def short_restore(self, work: Work, needed: int, given: int) -> None:
+        self.world.short_restore(self, work, needed, given)
+
     def post(self, event: Event) -> None:
         """An event happens here, now."""
         if self.frozen:
@@ -160,16 +210,6 @@ class Process:
             self.post(event)
         self.post(Tick())
         self.engine.wake()
-
-    @property
-    def landing(self) -> MemoryLanding:
-        assert self._landing is not None
-        return self._landing
-
-    @property
-    def mover(self) -> MemoryMover:
-        assert self._mover is not None
-        return self._mover
 
     # --- the core ---------------------------------------------------------------------------------------------------
 
@@ -198,24 +238,34 @@ class Process:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SendFrame(conn, frame):
-                self.world.network.send(self, conn, frame)
-            case Dial(endpoint):
-                self.world.network.dial(self, endpoint)
+                self.world.network.send(self, conn, self._said(frame))
+            case Dial(endpoint, here):
+                self.world.network.dial(self, endpoint, here)
             case CloseConn(conn):
                 self.world.network.close(self, conn)
             case LookUp(address):
                 self.world.look_up(self, address)
+            case LookUpRank(address, room):
+                self.world.look_up_rank(self, address, room)
             case AnswerFailed(rid, cause):
                 self.world.refused(self, rid, cause)
             case AnswerRow(rid, _):
                 self.world.finished(self, rid)
-            case RunPrefill(rid, pages):
-                self.engine.prefill(self.world.works[rid], pages)
+            case RunPrefill(rid, pages, cached_tokens):
+                self.engine.prefill(self.world.works[rid], pages, cached_tokens)
             case RunDecode(rid, pages, row, max_new):
                 self.world.first_byte(self, rid)
                 self.engine.decode(self.world.works[rid], pages, row, max_new)
+            case RunWhole(rid, pages, max_new):
+                self.engine.whole(self.world.works[rid], pages, max_new)
             case ExtendPages(rid, pages):
                 self.engine.extend(rid, pages)
+            case RetractEngine(rid):
+                self.engine.retract(rid)
+            case RestoreEngine(rid, pages):
+                self.engine.restore(rid, pages)
+            case FinishEngine(rid):
+                self.engine.finish(rid)
             case AbortEngine(rid):
                 self.engine.abort(rid)
             case _:
@@ -223,38 +273,42 @@ class Process:
 
     def _carry_out_pages(self, effect: Effect) -> None:
         match effect:
-            case ArmGrant(grant, peers, pages):
-                assert len(peers) == 1, "one rank per worker in this fleet"
-                self.landing.arm(grant, peers[0], pages)
-            case RevokeGrant(grant):
-                if self.landing.revoke(grant):
-                    self._soon(GrantQuiet(grant), within_s=0.03)
-            case DisarmGrant(grant):
-                self.landing.disarm(grant)
-            case ConnectData(peer, host, port, token):
-                self.mover.connect(peer, Endpoint(host, port), token)
-            case MovePages(move, grant, peer, src, dst):
-                self.mover.move(move, grant, peer, [Pair(*pair) for pair in zip(src, dst, strict=True)])
+            case ArmGrant(grant, pages, lanes):
+                for lane in lanes:
+                    self.landings[lane.link.here].arm(grant, lane.link.there, pages, lane.slice)
+            case RevokeGrant(grant, here, kind):
+                if self.landings[here].revoke(grant):
+                    self._soon(GrantQuiet(grant, here, kind), within_s=0.03)
+            case DisarmGrant(grant, here):
+                self.landings[here].disarm(grant)
+            case ConnectData(link, endpoint, part):
+                self.movers[link.here].connect(link.there, endpoint, part)
+            case MovePages(move, grant, link, src, dst):
+                pairs = [Pair(*pair) for pair in zip(src, dst, strict=True)]
+                self.movers[link.here].move(move, grant, link.there, pairs)
                 self.world.posted(self)
-            case CancelMoves(grant, peer):
-                self.mover.cancel(grant, peer)
-            case Teardown(peer) if self._mover is not None:
+            case CancelMoves(grant, link):
+                self.movers[link.here].cancel(grant, link.there)
+            case Teardown(peer) if self.side == "prefill":
                 self.world.tear_down(self, peer)
-            case Teardown(peer) if self.world.plan.fence:  # a one-sided fabric knows nothing of the receiver's wishes
-                self.landing.teardown(peer)
+            case Teardown(peer, upto) if self.world.plan.fence or self.world.plan.teardown_proves:
+                # a one-sided fabric without this knows nothing of the receiver's wishes
+                if all([landing.teardown(peer) for landing in self.landings.values()]):
+                    self._soon(TornDown(peer, upto))
             case _:
                 pass
 
+    def _said(self, frame: Frame) -> Frame:
+        """What really leaves, where this process has a fault of its own."""
+        if not self.wrong_rows or not isinstance(frame, Success):
+            return frame
+        change = {"prompt_digest": b"another"} if self.wrong_rows.pop(0) == "prompt" else {"first_token": 8}
+        return msgspec.structs.replace(frame, row=msgspec.structs.replace(frame.row, **change))
+
     # --- the transport's callbacks ----------------------------------------------------------------------------------
 
-    def _wrote(self, move: MoveNo, error: str) -> None:
+    def wrote(self, move: MoveNo, error: str) -> None:
         self._soon(MoveDone(move, "connection lost" if move in self.unsure else error))
-
-    def _landed(self, grant: GrantNo, pages: Sequence[PageId]) -> None:
-        self._soon(PagesLanded(grant, tuple(pages)))
-
-    def _quiet(self, grant: GrantNo) -> None:
-        self._soon(GrantQuiet(grant))
 
     def _soon(self, event: Event, within_s: float = 0.001) -> None:
         """As from another thread: a little later, in no particular order."""

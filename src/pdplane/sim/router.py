@@ -27,16 +27,17 @@ from pdplane.core.attempts import (
     Side,
 )
 from pdplane.core.errors import Cause, bad_request, client_left, deadline, unavailable
-from pdplane.core.events import Cancel, Event, LegArrived, LegRefused
+from pdplane.core.events import Cancel, Event, JobArrived, LegArrived, LegRefused
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid, Room
 
 from .checkers import Violation
-from .engine import Work
+from .content import Work
 from .plan import Plan, Request, mint_room
 
 PREFILL_DRAIN_S = 15.0
-HOP_S = (0.0003, 0.004)
+AGAIN_S = (0.01, 12.0)
+OTHER_PROMPT = 1_000_000
 
 
 class Worker(Protocol):
@@ -100,7 +101,7 @@ class SimRouter:
         self._turn = 0
         self._legs: dict[Rid, Leg] = {}
         self._serials = 0
-        self.load = dict.fromkeys((*self._plan.prefills, *self._plan.decodes), 0)
+        self.load = dict.fromkeys(self._plan.names, 0)
         self.clients: dict[int, Client] = {}
         self.attempts = 0
 
@@ -159,7 +160,7 @@ class SimRouter:
     def _hear(self, rid: Rid, tell: Callable[[Leg], Effects]) -> None:
         """An answer crosses the network, in order per leg; of a leg that the router has closed, nothing does."""
         world, leg = self._world, self._legs[rid]
-        leg.heard_at = due = max(leg.heard_at, world.now + world.uniform(*HOP_S))
+        leg.heard_at = due = max(leg.heard_at, world.now + world.uniform(*self._plan.hop_s))
 
         def heard() -> None:
             if not leg.closed:
@@ -197,9 +198,13 @@ class SimRouter:
         prefills = [name for name in self._plan.prefills if name not in excluded]
         decodes = [name for name in self._plan.decodes if name not in excluded]
         machine = client.machine
-        if not prefills or not decodes:
+        alone = [name for name in self._plan.aggregated if name not in excluded]
+        if not (alone if client.request.aggregated else prefills and decodes):
             cause = unavailable("not_ready", "no whole pair is left", side="router")
             self._carry(client, machine.no_pair(cause))
+            return
+        if client.request.aggregated:
+            self._carry(client, machine.pair_chosen(None, alone[0]))
             return
         pair = prefills[self._turn % len(prefills)], decodes[self._turn // 2 % len(decodes)]
         self._carry(client, machine.pair_chosen(*pair))
@@ -208,37 +213,48 @@ class SimRouter:
         self.attempts += 1
         self._serials += 1
         request, machine, world = client.request, client.machine, self._world
-        assert machine.prefill is not None
         client.room = self._room(client)
-        pair: tuple[tuple[Side, str], ...] = ((PREFILL, machine.prefill), (DECODE, machine.decode))
-        for side, name in pair:
+        legs: list[tuple[Side, str]] = [(DECODE, machine.decode)]
+        if machine.prefill is not None:
+            legs.insert(0, (PREFILL, machine.prefill))
+        for side, name in legs:
             self.load[name] += 1
             rid = Rid(f"r{request.number}.0.{attempt}" + ("p" if side == PREFILL else "d"))
             leg = Leg(client, attempt, side, rid, client.room, world.process(name), request.refused_at == side)
             client.legs[side] = leg
             self._legs[rid] = leg
-            world.works[rid] = Work(
-                rid,
-                client.room,
-                self._serials,
-                request.prompt_tokens,
-                request.max_new,
-                request.stops_at,
-                breaks_here=request.breaks_at == side,
-            )
+            world.works[rid] = self._work(leg, machine.prefill is None)
             self._send(leg, request.prefill_delay_s if side == PREFILL else request.decode_delay_s)
 
+    def _work(self, leg: Leg, aggregated: bool) -> Work:
+        request = leg.client.request
+        return Work(
+            leg.rid,
+            leg.room,
+            self._serials,
+            request.prompt_tokens,
+            request.max_new,
+            request.stops_at,
+            breaks_here=request.breaks_at == leg.side,
+            prompt=request.prompt,
+            family=request.family,
+            family_tokens=request.family_tokens,
+            marked_by_prompt=self._plan.prefill_limits.prefix_cache and not aggregated,
+        )
+
     def _room(self, client: Client) -> Room:
-        request = client.request
-        if request.room_of is not None and client.machine.attempt == 0:
-            other = self.clients.get(request.room_of)
-            if other is not None and other.room is not None:
-                return other.room
-        return mint_room(self._world.rng)
+        """Where prefills are ranks of one group, a room that is its rank's modulo their number."""
+        request, machine = client.request, client.machine
+        size, rank = self._plan.shape_of(PREFILL).dp, self._plan.dp_of(machine.prefill or "")
+        other = self.clients.get(request.room_of) if request.room_of is not None else None
+        if other is not None and other.room is not None and machine.attempt == 0 and other.room % size == rank:
+            return other.room
+        room = mint_room(self._world.rng)
+        return Room(room + (rank - room) % size)
 
     def _send(self, leg: Leg, delay_s: float) -> None:
         world = self._world
-        world.at(world.now + delay_s + world.uniform(*HOP_S), lambda: self._arrived(leg))
+        world.at(world.now + delay_s + world.uniform(*self._plan.hop_s), lambda: self._arrived(leg))
 
     def _arrived(self, leg: Leg) -> None:
         """At the worker's HTTP edge; `closed` meanwhile means that the close comes right behind it."""
@@ -261,18 +277,30 @@ class SimRouter:
         if leg.closed:
             self._tell_close(leg)
 
-    def _leg_event(self, leg: Leg) -> LegArrived:
-        request, client = leg.client.request, leg.client
-        left = max(0.001, client.arrived_at + request.deadline_s - self._world.now)
-        machine = client.machine
+    def _leg_event(self, leg: Leg) -> LegArrived | JobArrived:
+        request, client, plan, now = leg.client.request, leg.client, self._plan, self._world.now
+        deadline_at = now + max(0.001, client.arrived_at + request.deadline_s - now)
+        prefill, decode = client.machine.prefill, leg.side == DECODE
+        if prefill is None:
+            return JobArrived(
+                rid=leg.rid,
+                prompt_tokens=request.prompt_tokens,
+                max_new=request.max_new,
+                deadline=deadline_at,
+                priority=request.priority,
+            )
+        rank = plan.dp_of(prefill) + request.wrong_rank
+        prompt = request.prompt + (OTHER_PROMPT if decode and request.prompts_differ else 0)
         return LegArrived(
             rid=leg.rid,
             room=leg.room,
-            prompt=PromptId(_digest(request.prompt), request.prompt_tokens),
+            prompt=PromptId(_digest(prompt), request.prompt_tokens),
             max_new=request.max_new,
-            deadline=self._world.now + left,
+            deadline=deadline_at,
             priority=request.priority,
-            address=f"{machine.prefill}:registry" if leg.side == DECODE else "",
+            address=f"{'group' if plan.dp else prefill}:registry" if decode else "",
+            dp_rank=rank % 2 if decode and (plan.names_rank or request.wrong_rank) else None,
+            page_keys=() if decode else self._world.works[leg.rid].page_keys,
         )
 
     def _end(self, leg: Leg, cause: Cause) -> None:
@@ -281,14 +309,16 @@ class SimRouter:
         if not self._plan.router_tells or not leg.sent or leg.refused_at_edge:
             return
         world, worker = self._world, leg.worker
-        world.at(world.now + world.uniform(*HOP_S), lambda: worker.post(Cancel(leg.rid, cause)))
+        world.at(world.now + world.uniform(*self._plan.hop_s), lambda: worker.post(Cancel(leg.rid, cause)))
         self._tell_close(leg)
+        if self._plan.aborts_again:
+            world.at(world.now + world.uniform(*AGAIN_S), lambda: worker.post(Cancel(leg.rid, cause)))
 
     def _tell_close(self, leg: Leg) -> None:
         if self._plan.router_tells:
             world, worker = self._world, leg.worker
             cause = Cause("peer_leg_closed", "the router closed this leg", 499, side=leg.side)
-            world.at(world.now + world.uniform(*HOP_S), lambda: worker.post(Cancel(leg.rid, cause)))
+            world.at(world.now + world.uniform(*self._plan.hop_s), lambda: worker.post(Cancel(leg.rid, cause)))
 
     def _reply(self, client: Client) -> None:
         if client.replied:

@@ -9,11 +9,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 
 import msgspec
 
 from .broken import BROKEN, variant
 from .checkers import Violation
+from .coverage import Reached, report, watching
 from .plan import plan
 from .trace import Trace
 from .world import SimWorld
@@ -21,7 +23,7 @@ from .world import SimWorld
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """`violation` "" means that every rule held. `verdicts`: how the requests ended, by cause code ("ok" for whole
-    answers). `lines`: the trace, where it was asked for."""
+    answers). `lines`: the trace, where it was asked for; `reached`: what coverage.py counts, where that was."""
 
     seed: int
     pattern: str
@@ -32,6 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     virtual_s: float = 0.0
     verdicts: dict[str, int] = {}
     lines: list[str] = []
+    reached: dict[str, int] = {}
 
 
 def run_seed(
@@ -41,12 +44,14 @@ def run_seed(
     broken: str | None = None,
     fence: bool | None = None,
     trace: bool = False,
+    coverage: bool = False,
 ) -> Outcome:
     """One run. `broken` names a variant of the core in broken.py. Raises ValueError for an unknown name."""
     drawn = plan(seed, pattern=pattern, fence=fence)
     log = Trace(trace)
-    with variant(broken):
-        world = SimWorld(drawn, log)
+    reached: Reached = Counter()
+    with variant(broken), watching(reached) if coverage else nullcontext():
+        world = SimWorld(drawn, log, reached if coverage else None)
         violation = ""
         try:
             world.run()
@@ -57,7 +62,9 @@ def run_seed(
     if violation:
         world.say("VIOLATION", violation)
     for process in world.every_process:
-        process.pool.close()
+        for pool in process.pools:
+            if pool is not None:
+                pool.close()
     verdicts = Counter(c.verdict.code if c.verdict else "ok" for c in world.router.clients.values() if c.done)
     return Outcome(
         seed=seed,
@@ -69,6 +76,7 @@ def run_seed(
         virtual_s=world.now,
         verdicts=dict(sorted(verdicts.items())),
         lines=log.lines,
+        reached=dict(reached),
     )
 
 
@@ -77,8 +85,8 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
-def _chunk(seeds: Sequence[int], pattern: str | None, fence: bool | None) -> list[Outcome]:
-    return [run_seed(seed, pattern=pattern, fence=fence) for seed in seeds]
+def _chunk(seeds: Sequence[int], pattern: str | None, fence: bool | None, coverage: bool) -> list[Outcome]:
+    return [run_seed(seed, pattern=pattern, fence=fence, coverage=coverage) for seed in seeds]
 
 
 def run_many(
@@ -89,12 +97,13 @@ def run_many(
     *,
     pattern: str | None = None,
     fence: bool | None = None,
+    coverage: bool = False,
 ) -> list[Outcome]:
     """Seeds `start` to `start + count - 1`, in order. `progress(done, count)` is called now and then."""
     seeds = range(start, start + count)
     chunks = [seeds[i : i + 20] for i in range(0, count, 20)]
     outcomes: list[Outcome] = []
-    for part in _parts(chunks, jobs, pattern, fence):
+    for part in _parts(chunks, jobs, pattern, fence, coverage):
         outcomes += part
         if progress:
             progress(len(outcomes), count)
@@ -102,13 +111,21 @@ def run_many(
 
 
 def _parts(
-    chunks: Sequence[Sequence[int]], jobs: int, pattern: str | None, fence: bool | None
+    chunks: Sequence[Sequence[int]], jobs: int, pattern: str | None, fence: bool | None, coverage: bool
 ) -> Iterator[list[Outcome]]:
     if jobs <= 1 or len(chunks) <= 1:
-        yield from (_chunk(chunk, pattern, fence) for chunk in chunks)
+        yield from (_chunk(chunk, pattern, fence, coverage) for chunk in chunks)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_chunk, chunks, [pattern] * len(chunks), [fence] * len(chunks))
+        rest = ([value] * len(chunks) for value in (pattern, fence, coverage))
+        yield from pool.map(_chunk, chunks, *rest)
+
+
+def reached_by_pattern(outcomes: Sequence[Outcome]) -> dict[str, Reached]:
+    by_pattern: dict[str, Reached] = {}
+    for outcome in outcomes:
+        by_pattern.setdefault(outcome.pattern, Counter()).update(outcome.reached)
+    return by_pattern
 
 
 class Caught(msgspec.Struct, frozen=True):
@@ -144,9 +161,10 @@ def sim_main(
     pattern: str | None = None,
     fence: bool | None = None,
     broken: bool = True,
+    coverage: bool = False,
 ) -> int:
     """`seeds` runs of the core as it is, then the broken variants. 0 where all rules held and all variants were
-    caught."""
+    caught. `coverage`: says what the runs have reached, and what not."""
     began = time.monotonic()
 
     def show(done: int, of: int) -> None:
@@ -155,13 +173,15 @@ def sim_main(
             print(f"\r{done}/{of} seeds, {rate:.1f}/s", end="", file=sys.stderr, flush=True)
 
     try:
-        outcomes = run_many(seeds, start, jobs, show, pattern=pattern, fence=fence)
+        outcomes = run_many(seeds, start, jobs, show, pattern=pattern, fence=fence, coverage=coverage)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if sys.stderr.isatty():
         print(file=sys.stderr)
     _report(outcomes, time.monotonic() - began)
+    if coverage:
+        print("\n".join(report(reached_by_pattern(outcomes))))
     bad = [outcome for outcome in outcomes if outcome.violation]
     options = f" --pattern {pattern}" if pattern else ""
     return 1 if _report_bad(bad, options) + (_report_broken() if broken else 0) else 0

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdplane.core.effects import AnswerFailed, Count, Effect, Note, SendFrame
+from pdplane.core.effects import AnswerFailed, Count, Effect, Lane, Note, SendFrame
 from pdplane.core.errors import Cause
 from pdplane.core.events import Event, FrameIn
 from pdplane.core.frames import Beat, Frame, Hello, PromptId, Row, Welcome
+from pdplane.core.slices import Slice
+
+_LEFT_OUT = ("rank", "page_keys")  # said by the session; as long as the prompt
 
 
 class Trace:
@@ -56,7 +59,7 @@ def _frame(frame: Frame) -> str:
 
 
 def _fields(what: msgspec.Struct) -> str:
-    shown = [f"{name}={_value(getattr(what, name))}" for name in what.__struct_fields__ if name != "rank"]
+    shown = [f"{name}={_value(getattr(what, name))}" for name in what.__struct_fields__ if name not in _LEFT_OUT]
     return " ".join([type(what).__name__, *shown])
 
 
@@ -68,6 +71,10 @@ def _value(value: object) -> str:
             return f"row({value.prompt_tokens} tokens, {value.finish_reason or 'goes on'})"
         case PromptId():
             return f"prompt({value.digest.hex()[:8]}, {value.tokens} tokens)"
+        case Lane():
+            return f"{value.link} by {value.kind}"
+        case Slice():
+            return f"{value.size_bytes} B of a page"
         case float():
             return f"{value:.6f}"
         case tuple():

@@ -9,76 +9,63 @@ from random import Random
 import msgspec
 
 from pdplane.core.decode import DecodeNode
-from pdplane.core.effects import Effect
-from pdplane.core.errors import Cause, unavailable
-from pdplane.core.events import (
-    ControlEndpoint,
-    Drain,
-    Event,
-    FrameIn,
-    OperatorRelease,
-    Released,
-    RouteFailed,
-    RouteKnown,
-)
-from pdplane.core.frames import Drained, Row, Success
-from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid, Seat
-from pdplane.core.receiver import Receiver
-from pdplane.transport.memory import Batch, MemoryFabric
+from pdplane.core.effects import Count, Effect, SendFrame
+from pdplane.core.errors import Cause
+from pdplane.core.events import Computed, Event, LegArrived, OperatorRelease, Released, Retracted
+from pdplane.core.frames import Beat, Success
+from pdplane.core.ids import Instance, PageId, Rid, Room
 
-from .checkers import Ends, Pages, Violation, at_rest, conservation
-from .engine import Work
-from .faults import (
-    Crash,
-    DrainWorker,
-    Fault,
-    Freeze,
-    LostMoves,
-    Partition,
-    RegistryDown,
-    SessionLoss,
-    SlowLink,
-    SlowTransfer,
-    StrayFrame,
-)
+from .checkers import Pages, Violation
+from .content import Work
+from .coverage import Reached, tally
+from .ends import Ends, Waits
+from .faults import WEIGHTS
+from .moves import Moves
 from .network import Network
 from .plan import Plan
 from .process import Process
+from .registries import Registries
+from .rest import at_rest, conservation
 from .router import SimRouter
+from .striker import Striker
 from .trace import Trace
 
-MOVE_S = (0.0005, 0.02)
-STALL_S = (5.0, 45.0)  # a move over a cut link is given up after so long; at prefill it drains meanwhile
 SAME_INSTANT = 20_000  # events at one instant: something feeds itself
+_EXCUSED = """
+client_left deadline overloaded bad_request context_length_exceeded engine_error duplicate_room prompt_mismatch
+rank_mismatch hold_expired no_leg no_decode peer_leg_closed
+"""
+EXCUSED = frozenset(_EXCUSED.split())  # ends that clients, legs that are late or do not fit, and full pools lead to
 REST_S = 45.0  # drain limit, row's time and grace, with room to spare
 
 
 class SimWorld:
     """One run. `run` raises Violation; an exception out of the core is the core's."""
 
-    def __init__(self, plan: Plan, trace: Trace) -> None:
+    def __init__(self, plan: Plan, trace: Trace, reached: Reached | None = None) -> None:
         self.plan = plan
         self.trace = trace
+        self._reached = reached
         self.now = 0.0
         self.rng = Random(f"run {plan.seed}")
         self.events = 0
         self.works: dict[Rid, Work] = {}
         self.network = Network(self, plan.delay_s)
-        self.fabric = MemoryFabric(auto=False, fence=plan.fence)
-        self.pages = Pages(fence=plan.fence)
+        self.pages = Pages(self.works, fence=plan.fence, ranks=plan.tp[0])
         self.ends = Ends(plan)
+        self.waits = Waits(plan)
+        self.moves = Moves(self)
+        self.fabric = self.moves.fabric
+        self.registries = Registries(self)
+        self.striker = Striker(self)
         self.processes: dict[str, Process] = {}
         self.every_process: list[Process] = []
         self._lives: dict[str, int] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
-        self._registry_down: set[str] = set()
-        self._slow_moves: dict[str, float] = {}
-        self._haunting: list[Batch] = []  # ghosts whose time is set
-        self._strays: dict[str, list[StrayFrame]] = {}
         self._last_fault_s = 0.0
-        for name in (*plan.prefills, *plan.decodes):
-            self._start(name)
+        for name in plan.names:
+            self.start(name)
         self.router = SimRouter(self)
 
     # --- time and chance --------------------------------------------------------------------------------------------
@@ -104,7 +91,7 @@ class SimWorld:
             self.at(request.at_s, lambda request=request: self.router.arrive(request))  # type: ignore[misc]
         for fault in self.plan.faults:
             self._last_fault_s = max(self._last_fault_s, fault.at_s + getattr(fault, "for_s", 0.0))
-            self.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            self.at(fault.at_s, lambda fault=fault: self.striker.strike(fault))  # type: ignore[misc]
         self.at(1.0, self._watch)
         latest = max(request.at_s + request.prefill_delay_s + request.decode_delay_s for request in self.plan.requests)
         bound = max(latest, self._last_fault_s) + 130.0 + self.plan.trouble_s
@@ -136,6 +123,7 @@ class SimWorld:
 
     def _watch(self) -> None:
         self.ends.crossed(self.now)
+        self.waits.bounded(self.now)
         self.at(self.now + 1.0, self._watch)
 
     def _check_rest(self) -> None:
@@ -168,7 +156,13 @@ class SimWorld:
                 raise Violation("calm", f"{what} failed in calm: {cause}")
             if cause is not None and cause.code == "engine_error" and not request.breaks_at:
                 raise Violation("verdict", f"{what} ended by {cause}")
-            if cause is None and request.breaks_at == "prefill":
+            if cause is not None and not self.plan.faults and cause.code not in EXCUSED:
+                raise Violation("verdict", f"{what} ended by {cause}, and nothing had happened")
+            if cause is not None and cause.code == "incompatible" and client.arrived_at >= self.plan.unfit_until_s:
+                raise Violation("verdict", f"{what} ended by {cause}, though all workers serve the same")
+            if cause is None and request.impossible:
+                raise Violation("agreement", f"{what} was answered, though its legs did not fit each other")
+            if cause is None and request.breaks_at == "prefill" and not request.aggregated:
                 raise Violation("verdict", f"{what} was answered, though no engine ever computed it")
             if cause is None and request.breaks_at == "decode" and min(request.max_new, request.stops_at) > 1:
                 raise Violation("verdict", f"{what} was answered, though its engine failed")
@@ -178,32 +172,43 @@ class SimWorld:
     def process(self, name: str) -> Process:
         return self.processes[name]
 
-    def _start(self, name: str) -> None:
+    def start(self, name: str, weights: str = WEIGHTS) -> None:
         life = self._lives[name] = self._lives.get(name, 0) + 1
-        limits = self.plan.prefill_limits if name in self.plan.prefills else self.plan.decode_limits
+        limits = self.plan.limits_of(name)
         step = self.plan.prefill_step if name in self.plan.prefills else 1.0
-        self.processes[name] = process = Process(self, name, life, limits, fence=self.plan.fence, step=step)
+        self.processes[name] = process = Process(self, name, life, limits, step, weights)
         self.every_process.append(process)
         self.say(f"{name}#{life}", "starts")
 
     def before(self, who: Process, event: Event) -> None:
         self.ends.event(who, event, self.now)
+        self.waits.event(who, event)
+        if isinstance(event, LegArrived) and who.side == "prefill":
+            self.registries.taken(event.room, who.dp)
+        if isinstance(event, Computed) and who.side == "aggregated":
+            self.router.first_byte(event.rid)
+        if isinstance(event, Retracted):
+            self.pages.retracted(who, event.rid)
         if isinstance(event, Released):
             self.pages.released(who, event.rid)
-            if who.side == "decode" and not self.ends.ended(who, event.rid) and not event.error:
+            if who.side != "prefill" and not self.ends.ended(who, event.rid) and not event.error:
                 self.ends.end(who, event.rid, self.now, failed=False)
                 self.router.finished(event.rid)
 
     def effect(self, who: Process, effect: Effect) -> None:
         self.pages.effect(who, effect, self.fabric.pending)
         self.ends.effect(who, effect, self.now)
+        self.waits.effect(who, effect, self.now)
+        if isinstance(effect, SendFrame) and isinstance(effect.frame, Success) and effect.conn in who.conns:
+            self.pages.success(who, effect.frame, who.conns[effect.conn].here)
 
     def after(self, who: Process, event: Event, effects: Sequence[Effect]) -> None:
         self.trace.handled(self.now, who.instance, event, effects)
-        if effects:
+        if self._reached is not None:
+            tally(self._reached, event, effects)
+        if any(_moves_pages(effect) for effect in effects):
             conservation(who)
-        if strays := self._strays.get(who.name):
-            self._stray(who, strays)
+        self.striker.look(who)
 
     def first_byte(self, who: Process, rid: Rid) -> None:
         self.router.first_byte(rid)
@@ -218,187 +223,23 @@ class SimWorld:
         text = f"{who.instance}: page {page}, which is page {index} of {work.rid}, carries another's tag"
         raise Violation("O3" if where == "decode starts" else "O4", f"{where}: {text}")
 
+    def short_restore(self, who: Process, work: Work, needed: int, given: int) -> None:
+        text = f"{who.instance}: {work.rid} comes back to {given} pages, its copy fills {needed}"
+        raise Violation("restore", text)
+
     def look_up(self, who: Process, address: str) -> None:
-        name = address.partition(":")[0]
+        self.registries.look_up(who, address)
 
-        def answered() -> None:
-            there = self.process(name)
-            if name in self._registry_down or not there.running:
-                cause = unavailable("registry_unreachable", f"registry {address} does not answer", side="decode")
-                who.post(RouteFailed(address, cause))
-            else:
-                who.post(RouteKnown(address, ((Rank(), ControlEndpoint(name, 1)),)))
-
-        self.at(self.now + self.uniform(0.0005, 0.01), answered)
-
-    # --- moves ------------------------------------------------------------------------------------------------------
+    def look_up_rank(self, who: Process, address: str, room: Room) -> None:
+        self.registries.look_up_rank(who, address, room)
 
     def posted(self, who: Process) -> None:
-        """A batch is on its way: it begins, and later arrives."""
-        if not self.fabric.pending or self.fabric.pending[-1].src != who.instance:
-            return
-        batch = self.fabric.pending[-1]
-        delay = self.uniform(*MOVE_S) + self._slow_moves.get(who.name, 0.0)
-        self.at(self.now + delay * self.rng.random(), lambda: self._begin(batch))
-        self.at(self.now + delay, lambda: self._deliver(batch, who, self.now + self.uniform(*STALL_S)))
-
-    def _index(self, batch: Batch) -> int | None:
-        return next((i for i, other in enumerate(self.fabric.pending) if other is batch), None)
-
-    def _begin(self, batch: Batch) -> None:
-        if (index := self._index(batch)) is not None:
-            self.fabric.begin(index)
-
-    def _deliver(self, batch: Batch, who: Process, give_up_at: float) -> None:
-        index = self._index(batch)
-        if index is None or batch.ghost is not None:  # a ghost has a time of its own
-            return
-        target = self.processes[str(batch.dst).partition("#")[0]]
-        if self._stalled(who, target):
-            if self.now < give_up_at:
-                self.at(self.now + 0.25, lambda: self._deliver(batch, who, give_up_at))
-            elif not who.frozen:
-                self.fabric.drop(index)
-            else:
-                self.at(self.now + 1.0, lambda: self._deliver(batch, who, give_up_at))
-            return
-        self._land(batch, index, target)
-
-    def _stalled(self, who: Process, target: Process) -> bool:
-        """A one-sided fabric needs neither process to run."""
-        cut = self.network.is_cut(who.name, target.name) or self.network.is_cut(target.name, who.name)
-        return cut or (self.plan.fence and (who.frozen or target.frozen))
-
-    def _land(self, batch: Batch, index: int, target: Process) -> None:
-        alive = target.alive and target.instance == batch.dst
-        before = target.landing.table.discarded.total() if alive else 0
-        tags = self._tags(batch)
-        self.fabric.deliver(index)
-        placed = alive and (not self.plan.fence or target.landing.table.discarded.total() == before)
-        ghost = " (ghost)" if batch.ghost is not None else ""
-        what = "lands" if placed else "is discarded"
-        self.say(batch.src, f"move {batch.number} of grant {batch.grant} {what}{ghost}")
-        if placed:
-            self.pages.landed(batch, tags, self.works)
-
-    def _tags(self, batch: Batch) -> Sequence[bytes]:
-        """What the batch carries: a ghost its own copy, any other what its pages hold now."""
-        if batch.ghost is not None:
-            return batch.ghost
-        source = self.processes[str(batch.src).partition("#")[0]]
-        assert source.instance == batch.src
-        return [bytes(source.pool.page(pair.src)) for pair in batch.pairs]
+        self.moves.posted(who)
 
     def tear_down(self, who: Process, peer: Instance) -> None:
-        """A one-sided fabric flushes what it has begun: each write lands now, or never. With a fence at the other end,
-        what has left may still arrive."""
-        mine = [batch for batch in self.fabric.pending if batch.src == who.instance and batch.dst == peer]
-        for batch in mine if not self.plan.fence else ():
-            index = self._index(batch)
-            assert index is not None
-            if self.rng.random() < 0.5:
-                self._land(batch, index, self.processes[str(peer).partition("#")[0]])
-            else:
-                self.fabric.drop(index, "torn down")
-        who.mover.teardown(peer)
-        self._haunt(5.0, who.instance)
-
-    # --- faults -----------------------------------------------------------------------------------------------------
-
-    def _strike(self, fault: Fault) -> None:
-        self.say("fault", repr(fault))
-        match fault:
-            case Crash():
-                self._crash(fault)
-            case Freeze(process=name, for_s=for_s):
-                self._freeze(self.process(name), for_s)
-            case Partition(src=src, dst=dst, both=both):
-                ways = [(src, dst), (dst, src)] if both else [(src, dst)]
-                for way in ways:
-                    self.network.cut(*way)
-                    self.at(self.now + fault.for_s, lambda way=way: self.network.heal(*way))  # type: ignore[misc]
-            case SessionLoss(prefill=prefill, decode=decode):
-                self.network.break_between(prefill, decode)
-            case SlowLink(src=src, dst=dst, extra_s=extra_s):
-                self.network.slow(src, dst, extra_s)
-                self.at(self.now + fault.for_s, lambda: self.network.slow(src, dst, 0.0))
-            case SlowTransfer(process=name, extra_s=extra_s):
-                self._slow_moves[name] = extra_s
-                self.at(self.now + fault.for_s, lambda: self._slow_moves.update({name: 0.0}))
-            case LostMoves(process=name):
-                self._lose_moves(self.process(name))
-            case RegistryDown(process=name):
-                self._registry_down.add(name)
-                self.at(self.now + fault.for_s, lambda: self._registry_down.discard(name))
-            case StrayFrame(decode=name):
-                self._strays.setdefault(name, []).append(fault)
-            case DrainWorker(process=name):
-                self.process(name).post(Drain())
-
-    def _crash(self, fault: Crash) -> None:
-        process = self.process(fault.process)
-        if not process.alive:
-            return
-        self.fabric.crash(process.instance, keep=fault.ghosts)
-        self._haunt(fault.ghost_within_s, process.instance)
-        self.network.process_died(process)
-        process.die()
-        self.pages.forget(process.instance)
-        self.ends.died(process, self.now)
-        self.router.worker_died(process)
-        self.at(self.now + fault.restart_after_s, lambda: self._start(fault.process))
-
-    def _haunt(self, within_s: float, src: Instance) -> None:
-        """Every ghost of this instance that has no time yet gets one."""
-        for batch in self.fabric.pending:
-            if batch.src == src and batch.ghost is not None and batch not in self._haunting:
-                self._haunting.append(batch)
-                self.at(self.now + self.uniform(0.0, within_s), lambda batch=batch: self._ghost(batch))  # type: ignore[misc]
-
-    def _ghost(self, batch: Batch) -> None:
-        self._haunting.remove(batch)
-        if (index := self._index(batch)) is not None:
-            self._land(batch, index, self.processes[str(batch.dst).partition("#")[0]])
-
-    def _freeze(self, process: Process, for_s: float) -> None:
-        if process.frozen or not process.alive:
-            return
-        process.frozen = True
-        process.at(self.now + for_s, process.thaw)
-
-    def _lose_moves(self, process: Process) -> None:
-        for index in reversed(range(len(self.fabric.pending))):
-            batch = self.fabric.pending[index]
-            if batch.src == process.instance and batch.ghost is None:
-                if self.rng.random() < 0.5:
-                    self.fabric.drop(index)
-                else:
-                    process.unsure.add(batch.number)
-
-    def _stray(self, who: Process, strays: list[StrayFrame]) -> None:
-        """A frame that no honest session carries: right room, wrong grant or wrong process."""
-        node = who.node
-        assert isinstance(node, DecodeNode)
-        waiting = [receiver for receiver in node.rooms.live.values() if receiver.pages and receiver.holders]
-        rooms = [receiver for receiver in waiting if receiver.state == "Draining" or strays[0].kind == "success"]
-        if not rooms:
-            return
-        receiver = rooms[int(self.rng.random() * len(rooms))]
-        seat = receiver.seats[0]
-        conn = node.members.conn(seat)
-        if conn is None:
-            return
-        fault = strays.pop(0)
-        seat_and_grant = (seat, GrantNo(receiver.grant + 1000))
-        if fault.wrong == "instance":
-            seat_and_grant = (Seat(Instance(f"{seat.instance} before"), seat.rank), receiver.grant)
-        frame = _stray_frame(fault.kind, receiver, node.instance, *seat_and_grant)
-        who.at(self.now + self.uniform(0.0, 0.001), lambda: who.post(FrameIn(conn, frame)))
+        self.moves.tear_down(who, peer)
 
 
-def _stray_frame(kind: str, receiver: Receiver, to: Instance, seat: Seat, grant: GrantNo) -> Drained | Success:
-    room, prompt = receiver.room, receiver.leg.prompt
-    if kind == "drained":
-        return Drained(room=room, grant=grant, src=seat.instance, dst=to, rank=seat.rank)
-    row = Row(first_token=9, prompt_tokens=prompt.tokens, prompt_digest=prompt.digest)
-    return Success(room=room, grant=grant, src=seat.instance, dst=to, rank=seat.rank, row=row)
+def _moves_pages(effect: Effect) -> bool:
+    """Not beats and counts, which are most of a run: a machine says more than these where a page changes hands."""
+    return not isinstance(effect, Count) and not (isinstance(effect, SendFrame) and isinstance(effect.frame, Beat))

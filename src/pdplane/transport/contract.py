@@ -1,7 +1,8 @@
 """The transport contract: moves pages from pool to pool, and can say when nothing moves any more.
 
-A `Mover` sits at prefill, a `Landing` at decode. Callbacks come on the transport's own thread (or inside the call
-for single-threaded ones): the shell hops to its loop. Conformance: tests/transport/test_conformance.py.
+A `Mover` sits at a rank of prefill, a `Landing` at a rank of decode. Both ends of a link know its `Slice`: which bytes
+of every page it moves. Callbacks come on the transport's own thread (or inside the call for single-threaded ones): the
+shell hops to its loop. Conformance: tests/transport/test_conformance.py.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from typing import Protocol
 
 import msgspec
 
-from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId
+from pdplane.core.frames import DataEndpoint
+from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId, Seat
+from pdplane.core.slices import Slice
 
 PAGES_PER_FRAME = 64
 
 
 class Capabilities(msgspec.Struct, frozen=True):
     """push: prefill sends. pull: decode reads. fence: decode alone can stop all landing under a grant (a local
-    proof). one_sided: bytes land without the receiver's code."""
+    proof, and the only one: what prefill has given up may still lie in a buffer). one_sided: bytes land without the
+    receiver's code. teardown_proves: after `Landing.teardown` no later byte of that instance can land."""
 
     push: bool
     pull: bool
     fence: bool
     one_sided: bool
+    teardown_proves: bool = True
 
 
 class Pair(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +39,8 @@ class Pair(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A host and port, dialled by tcp."""
+
     host: str
     port: int
 
@@ -42,52 +49,55 @@ WroteCallback = Callable[[MoveNo, str], None]
 """(move, error): error "" means visible at the destination. Called exactly once per move; after it, the source
 pages are not read any more."""
 
-LandedCallback = Callable[[GrantNo, Sequence[PageId]], None]
-"""These granted pages are complete in the pool; each page of a grant is reported once."""
+LandedCallback = Callable[[GrantNo, Seat, Sequence[PageId]], None]
+"""What this peer brings of these granted pages is complete in the pool; each page is reported once per peer."""
 
 QuietCallback = Callable[[GrantNo], None]
 """A revoked grant: nothing lands under it any more."""
 
 
 class Mover(Protocol):
-    """Prefill's end. Not thread-safe: one thread calls it."""
+    """Prefill's end, one per rank and kind. Not thread-safe: one thread calls it."""
 
     capabilities: Capabilities
 
-    def connect(self, peer: Instance, endpoint: Endpoint, token: str) -> None:
+    def connect(self, peer: Seat, endpoint: DataEndpoint, slice_: Slice) -> None:
         """Where `peer` takes pages. Replaces an earlier endpoint of the same peer. Dials lazily, never blocks."""
 
-    def move(self, number: MoveNo, grant: GrantNo, peer: Instance, pairs: Sequence[Pair]) -> None:
+    def move(self, number: MoveNo, grant: GrantNo, peer: Seat, pairs: Sequence[Pair]) -> None:
         """Post a batch; completion by callback. An unknown or dead peer completes with an error, later and not inside
         this call (except on the memory transport)."""
 
-    def cancel(self, grant: GrantNo, peer: Instance) -> None:
+    def cancel(self, grant: GrantNo, peer: Seat) -> None:
         """Drop what has not begun of this grant: those moves complete with error "cancelled"; begun ones run on."""
 
     def teardown(self, peer: Instance) -> None:
-        """Cut everything with this instance: every outstanding move completes with an error, promptly."""
+        """Cut everything with this instance, all of its ranks: every outstanding move completes with an error,
+        promptly."""
 
     def close(self) -> None: ...
 
 
 class Landing(Protocol):
-    """Decode's end. Not thread-safe: one thread calls it."""
+    """Decode's end, one per rank and kind. Not thread-safe: one thread calls it."""
 
     capabilities: Capabilities
-    endpoint: Endpoint
-    token: str
+    endpoint: DataEndpoint
 
-    def arm(self, grant: GrantNo, peer: Instance, pages: Sequence[PageId]) -> None:
-        """From now on `peer` may place these pages, each once. Before the grant is told to anyone (O2)."""
+    def arm(self, grant: GrantNo, peer: Seat, pages: Sequence[PageId], slice_: Slice) -> None:
+        """From now on `peer` may place its slice of these pages, each once. Before the grant is told to anyone (O2).
+        Once for each peer of the grant."""
 
     def revoke(self, grant: GrantNo) -> bool:
-        """Nothing lands any more. True: quiet now (no QuietCallback follows). False: the callback follows when the last
-        begun landing ended. Idempotent; an unknown grant is quiet."""
+        """Nothing lands any more, from no peer. True: quiet now (no QuietCallback follows). False: the callback follows
+        when the last begun landing ended; where there is no fence, perhaps never. Idempotent; an unknown grant is
+        quiet."""
 
     def disarm(self, grant: GrantNo) -> None:
         """Forget a grant all of whose pages have landed (or that is quiet)."""
 
-    def teardown(self, peer: Instance) -> None:
-        """Cut everything with this instance: no later byte of it can land. Its grants stay armed until revoked."""
+    def teardown(self, peer: Instance) -> bool:
+        """Cut everything with this instance. Its grants stay armed until revoked. True: no later byte of it can land,
+        as `capabilities.teardown_proves` says."""
 
     def close(self) -> None: ...

@@ -1,9 +1,10 @@
 """Which page may be written by whom, now: the check that every receiver-placed byte passes (the fence).
 
-A frame of pages is claimed once (grant, peer, pages), then every single read into these pages is done between
-`enter` and `leave`. Revoke sets the flag under the same lock: whoever entered before is counted in `landing`, whoever
-comes after is turned away. So "revoked and landing == 0" proves that nothing can land under the grant, and needs
-nothing of the peer (O4). Thread-safe: the control thread arms and revokes, the transport's thread lands.
+A grant is armed for each of its peers; each brings its own slice of the same pages. A frame of pages is claimed once
+(grant, peer, pages), then every single read into these pages is done between `enter` and `leave`. Revoke sets the flag
+under the same lock: whoever entered before is counted in `landing`, whoever comes after is turned away. So "revoked and
+landing == 0" proves that nothing can land under the grant, from no peer, and needs nothing of them (O4). Thread-safe:
+the control thread arms and revokes, the transport's thread lands.
 
 Callbacks run outside the lock. A LandedCallback may come after the `revoke` that it raced with; bytes may not.
 """
@@ -15,7 +16,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdplane.core.ids import GrantNo, Instance, PageId
+from pdplane.core.ids import GrantNo, Instance, PageId, Seat
+from pdplane.core.slices import Slice
 
 from .contract import LandedCallback, QuietCallback
 
@@ -30,55 +32,81 @@ class Verdict(enum.IntEnum):
     NOT_GRANTED = 4
     REPEATED = 5
     CUT = 6
+    MISFIT = 7  # its length is not that of the slice
+    CORRUPT = 8  # the pool does not hold what the checksum says
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
 class _Entry:
-    """One armed grant. `claimed` pages are being written by a frame that has begun; `landed` ones are complete."""
+    """One armed grant. `landing`: reads into its pages that are under way, of all its peers."""
 
-    __slots__ = ("claimed", "cut", "grant", "landed", "landing", "pages", "peer", "revoked")
+    __slots__ = ("grant", "landing", "revoked", "shares")
 
-    def __init__(self, grant: GrantNo, peer: Instance, pages: frozenset[PageId]) -> None:
+    def __init__(self, grant: GrantNo) -> None:
         self.grant = grant
+        self.shares: dict[Seat, _Share] = {}
+        self.landing = 0
+        self.revoked = False
+
+
+class _Share:
+    """What one peer brings of a grant. `claimed` pages are being written by a frame that has begun; `landed` ones are
+    complete."""
+
+    __slots__ = ("claimed", "cut", "entry", "landed", "landing", "pages", "peer", "slice")
+
+    def __init__(self, entry: _Entry, peer: Seat, pages: frozenset[PageId], slice_: Slice) -> None:
+        self.entry = entry
         self.peer = peer
         self.pages = pages
+        self.slice = slice_
         self.claimed: set[PageId] = set()
         self.landed: set[PageId] = set()
         self.landing = 0
-        self.revoked = False
         self.cut = False
 
-    def refusal(self, peer: Instance, pages: Sequence[PageId]) -> Verdict | None:
-        if self.revoked:
-            return Verdict.REVOKED
-        if peer != self.peer:
-            return Verdict.WRONG_PEER
+    def refusal(self, pages: Sequence[PageId], size_bytes: int | None) -> Verdict | None:
         if self.cut:
             return Verdict.CUT
         if not self.pages.issuperset(pages):
             return Verdict.NOT_GRANTED
         if len(set(pages)) != len(pages) or not self.landed.isdisjoint(pages) or not self.claimed.isdisjoint(pages):
             return Verdict.REPEATED
+        if size_bytes is not None and size_bytes != len(pages) * self.slice.size_bytes:
+            return Verdict.MISFIT
         return None
 
 
 class Claim:
-    """The right of one frame to write its pages, for as long as `enter` says so."""
+    """The right of one frame to write its slice of its pages, for as long as `enter` says so."""
 
-    __slots__ = ("_entry", "pages")
+    __slots__ = ("_share", "pages")
 
-    def __init__(self, entry: _Entry, pages: Sequence[PageId]) -> None:
-        self._entry = entry
+    def __init__(self, share: _Share, pages: Sequence[PageId]) -> None:
+        self._share = share
         self.pages = pages
+
+    @property
+    def grant(self) -> GrantNo:
+        return self._share.entry.grant
+
+    @property
+    def peer(self) -> Seat:
+        return self._share.peer
+
+    @property
+    def slice(self) -> Slice:
+        return self._share.slice
 
 
 class LandingTable:
     """The armed grants of one pool. `discarded` counts refused frames by verdict."""
 
-    def __init__(self, pages: int, on_landed: LandedCallback, on_quiet: QuietCallback) -> None:
+    def __init__(self, pages: int, page_bytes: int, on_landed: LandedCallback, on_quiet: QuietCallback) -> None:
         self._pool_pages = pages
+        self._page_bytes = page_bytes
         self._on_landed = on_landed
         self._on_quiet = on_quiet
         self._lock = threading.Lock()
@@ -87,16 +115,22 @@ class LandingTable:
 
     # --- the control thread's half (see contract.Landing) ---
 
-    def arm(self, grant: GrantNo, peer: Instance, pages: Iterable[PageId]) -> None:
-        """IndexError for a page outside the pool, ValueError for a grant number used twice."""
+    def arm(self, grant: GrantNo, peer: Seat, pages: Iterable[PageId], slice_: Slice) -> None:
+        """IndexError for a page outside the pool, ValueError for a slice of other pages than this pool's, and for a
+        grant armed twice for one peer. A peer that is armed after the revoke lands nothing."""
         granted = frozenset(pages)
         for page in granted:
             if not 0 <= page < self._pool_pages:
                 raise IndexError(f"grant {grant}: page {page} is outside the pool of {self._pool_pages} pages")
+        if slice_.dst_page != self._page_bytes:
+            raise ValueError(
+                f"grant {grant}: a slice of pages of {slice_.dst_page} bytes, this pool has pages of {self._page_bytes}"
+            )
         with self._lock:
-            if grant in self._entries:
-                raise ValueError(f"grant {grant} is armed already: grant numbers are never reused")
-            self._entries[grant] = _Entry(grant, peer, granted)
+            entry = self._entries.setdefault(grant, _Entry(grant))
+            if peer in entry.shares:
+                raise ValueError(f"grant {grant} is armed already for {peer}: grant numbers are never reused")
+            entry.shares[peer] = _Share(entry, peer, granted, slice_)
 
     def revoke(self, grant: GrantNo) -> bool:
         with self._lock:
@@ -111,78 +145,100 @@ class LandingTable:
             entry = self._entries.pop(grant, None)
             if entry is not None:
                 entry.revoked = True
+                entry.shares = {}
 
     def knows(self, grant: GrantNo) -> bool:
         """Armed and not disarmed yet, revoked or not."""
         with self._lock:
             return grant in self._entries
 
-    def cut(self, peer: Instance) -> None:
-        """Nothing more lands under the grants that `peer` holds now; grants armed later are not touched."""
+    def cut(self, peer: Instance) -> bool:
+        """Nothing more lands under the grants that ranks of `peer` hold now; grants armed later are not touched.
+        True: nor is anything of theirs landing now; otherwise `revoke` tells when it is over."""
         with self._lock:
-            for entry in self._entries.values():
-                if entry.peer == peer:
-                    entry.cut = True
+            shares = [share for entry in self._entries.values() for share in entry.shares.values()]
+            cut = [share for share in shares if share.peer.instance == peer]
+            for share in cut:
+                share.cut = True
+            return not any(share.landing for share in cut)
 
     # --- the transport's half ---
 
-    def claim(self, grant: GrantNo, peer: Instance, pages: Sequence[PageId]) -> Claim | Verdict:
-        """A frame begins: all of its pages are claimed, or it goes to scratch whole, with the reason."""
+    def claim(
+        self, grant: GrantNo, peer: Seat, pages: Sequence[PageId], size_bytes: int | None = None
+    ) -> Claim | Verdict:
+        """A frame begins: all of its pages are claimed, or it goes to scratch whole, with the reason. `size_bytes`,
+        where the frame has a length of its own, must be that of the peer's slice of so many pages."""
         with self._lock:
-            entry = self._entries.get(grant)
-            refusal = Verdict.UNKNOWN_GRANT if entry is None else entry.refusal(peer, pages)
-            if entry is None or refusal is not None:
-                self.discarded[refusal or Verdict.UNKNOWN_GRANT] += 1
-                return refusal or Verdict.UNKNOWN_GRANT
-            entry.claimed.update(pages)
-            return Claim(entry, pages)
+            claimed = self._claimed(grant, peer, pages, size_bytes)
+            if isinstance(claimed, Verdict):
+                self.discarded[claimed] += 1
+            return claimed
+
+    def _claimed(self, grant: GrantNo, peer: Seat, pages: Sequence[PageId], size_bytes: int | None) -> Claim | Verdict:
+        entry = self._entries.get(grant)
+        if entry is None:
+            return Verdict.UNKNOWN_GRANT
+        if entry.revoked:
+            return Verdict.REVOKED
+        share = entry.shares.get(peer)
+        if share is None:
+            return Verdict.WRONG_PEER
+        refusal = share.refusal(pages, size_bytes)
+        if refusal is not None:
+            return refusal
+        share.claimed.update(pages)
+        return Claim(share, pages)
 
     def enter(self, claim: Claim) -> bool:
         """May the next read go into the pages? True must be paired with `leave` or `finish`, soon."""
         with self._lock:
-            entry = claim._entry
-            if entry.revoked or entry.cut:
+            share = claim._share
+            if share.entry.revoked or share.cut:
                 return False
-            entry.landing += 1
+            share.landing += 1
+            share.entry.landing += 1
             return True
 
     def leave(self, claim: Claim) -> None:
         with self._lock:
-            quiet = self._left(claim._entry)
+            quiet = self._left(claim._share)
         if quiet:
-            self._on_quiet(claim._entry.grant)
+            self._on_quiet(claim.grant)
 
-    def finish(self, claim: Claim) -> Verdict:
-        """Instead of `leave` after the last byte: the pages have landed, unless the grant ended meanwhile."""
-        entry = claim._entry
+    def finish(self, claim: Claim, verdict: Verdict = Verdict.LANDED) -> Verdict:
+        """Instead of `leave` after the last byte: the pages have landed, unless the grant ended meanwhile. `verdict`:
+        what the transport itself found; pages that it did not find landed may be sent again."""
+        share = claim._share
         with self._lock:
-            verdict = self._ended(entry)
-            entry.claimed.difference_update(claim.pages)
+            verdict = self._ended(share, verdict)
+            share.claimed.difference_update(claim.pages)
             if verdict is Verdict.LANDED:
-                entry.landed.update(claim.pages)
-            quiet = self._left(entry)
+                share.landed.update(claim.pages)
+            quiet = self._left(share)
         try:
             if verdict is Verdict.LANDED and claim.pages:
-                self._on_landed(entry.grant, claim.pages)
+                self._on_landed(claim.grant, share.peer, claim.pages)
         finally:
             if quiet:
-                self._on_quiet(entry.grant)
+                self._on_quiet(claim.grant)
         return verdict
 
     def abandon(self, claim: Claim) -> Verdict:
         """The frame ends without its pages, outside `enter`: they may be sent again if the grant still stands."""
         with self._lock:
-            claim._entry.claimed.difference_update(claim.pages)
-            return self._ended(claim._entry)
+            claim._share.claimed.difference_update(claim.pages)
+            return self._ended(claim._share, Verdict.LANDED)
 
-    def _ended(self, entry: _Entry) -> Verdict:
-        verdict = Verdict.REVOKED if entry.revoked else Verdict.CUT if entry.cut else Verdict.LANDED
+    def _ended(self, share: _Share, verdict: Verdict) -> Verdict:
+        verdict = Verdict.REVOKED if share.entry.revoked else Verdict.CUT if share.cut else verdict
         if verdict is not Verdict.LANDED:
             self.discarded[verdict] += 1
         return verdict
 
-    def _left(self, entry: _Entry) -> bool:
+    def _left(self, share: _Share) -> bool:
         """True where this was the last reader of a revoked grant, whose owner was told "later"."""
-        entry.landing -= 1
-        assert entry.landing >= 0
-        return entry.revoked and entry.landing == 0
+        share.landing -= 1
+        share.entry.landing -= 1
+        assert share.landing >= 0
+        return share.entry.revoked and share.entry.landing == 0

@@ -1,4 +1,4 @@
-"""A pool of pages: one anonymous mapping (a memfd where the kernel has it), page-first, cut into views by index."""
+"""A pool of pages: one anonymous mapping (a memfd of sealed size where the kernel has it), cut into views by index."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import mmap
 import os
 
 from pdplane.core.ids import PageId
+
+from . import memfd
 
 
 class PagePool:
@@ -17,9 +19,8 @@ class PagePool:
         self.pages = pages
         self.page_bytes = page_bytes
         size = pages * page_bytes
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, size)
+        if memfd.AVAILABLE:
+            self.fd = memfd.sealed_memfd(name, size)
             self._map = mmap.mmap(self.fd, size)
         else:
             self.fd = -1

@@ -13,17 +13,23 @@ from typing import get_args
 
 import msgspec
 
-from pdplane.core.frames import Frame, Grant, RoomFrame, Success
-from pdplane.core.ids import MAX_ROOM
+from pdplane.core.frames import Beat, Frame, Grant, Hello, Ready, Reject, RoomFrame, Success, Welcome
+from pdplane.core.ids import MAX_ROOM, Rank, Shape
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 MAX_TOKEN = 2**32 - 1
+MAX_SHAPE = 4096  # ranks along one axis
+MAX_LINKS = 4096
+MAX_ENDPOINTS = 16
+MAX_KIND = 32  # characters, as the following
+MAX_HOST = 255
+MAX_DATA_TOKEN = 256
+MAX_PORT = 65_535
 
 _HEAD = struct.Struct("<IB")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-_ROOM_FRAMES = tuple(kind for side in get_args(RoomFrame) for kind in (get_args(side) or (side,)))
 
 
 class BadFrame(ValueError):
@@ -127,16 +133,86 @@ def _unknown_or_bad(body: memoryview, error: msgspec.ValidationError) -> Unknown
 
 def _check_ranges(frame: Frame) -> None:
     """What the types cannot say. Page numbers are the memory owner's to check, by grant."""
-    if not isinstance(frame, _ROOM_FRAMES):
-        return
-    if isinstance(frame, Success) and not 0 <= frame.row.first_token <= MAX_TOKEN:
-        raise BadFrame(f"first token {frame.row.first_token} is not within 0 and {MAX_TOKEN}")
+    match frame:
+        case Hello():
+            _check_seat(frame.rank, frame.shape)
+            _check_offer(frame)
+        case Welcome():
+            _check_seat(frame.rank, frame.shape)
+            _check_text("data kind", frame.data_kind, MAX_KIND)
+        case Reject() | Beat():
+            pass
+        case _:
+            _check_room_frame(frame)
+
+
+def _check_room_frame(frame: RoomFrame) -> None:
     if not 1 <= frame.room <= MAX_ROOM:
         raise BadFrame(f"room {frame.room} is not within 1 and {MAX_ROOM}")
     if frame.grant < 0:
         raise BadFrame(f"grant {frame.grant} is negative")
-    if isinstance(frame, Grant) and not math.isfinite(frame.time_left_s):
-        raise BadFrame(f"time left {frame.time_left_s} is not a number of seconds")
+    _check_rank(frame.rank)
+    match frame:
+        case Grant():
+            if not math.isfinite(frame.time_left_s):
+                raise BadFrame(f"time left {frame.time_left_s} is not a number of seconds")
+            _check_links(frame)
+        case Ready() if not (math.isfinite(frame.held_s) and frame.held_s >= 0):
+            raise BadFrame(f"held for {frame.held_s} is not a number of seconds from 0 on")
+        case Success() if not 0 <= frame.row.first_token <= MAX_TOKEN:
+            raise BadFrame(f"first token {frame.row.first_token} is not within 0 and {MAX_TOKEN}")
+
+
+def _check_rank(rank: Rank) -> None:
+    if not all(0 <= place < MAX_SHAPE for place in (rank.dp, rank.cp, rank.tp, rank.pp)):
+        raise BadFrame(f"rank {rank} is not within 0 and {MAX_SHAPE - 1} on every axis")
+
+
+def _check_seat(rank: Rank, shape: Shape) -> None:
+    """A shape of sizes that can be, and a rank of it."""
+    sizes = (shape.dp, shape.cp, shape.tp, shape.pp)
+    if not all(1 <= size <= MAX_SHAPE for size in sizes):
+        raise BadFrame(f"shape ({shape}) is not within 1 and {MAX_SHAPE} on every axis")
+    if not all(0 <= place < size for place, size in zip((rank.dp, rank.cp, rank.tp, rank.pp), sizes, strict=True)):
+        raise BadFrame(f"rank {rank} is not one of a group of shape ({shape})")
+
+
+def _check_links(grant: Grant) -> None:
+    """() or pairs of which each is named once; one is this session's prefill rank's."""
+    if len(grant.links) > MAX_LINKS:
+        raise BadFrame(f"a grant of {len(grant.links)} links, the most is {MAX_LINKS}")
+    for prefill, decode in grant.links:
+        _check_rank(prefill)
+        _check_rank(decode)
+    if len(set(grant.links)) != len(grant.links):
+        raise BadFrame("a grant names a link twice")
+    if grant.links and all(prefill != grant.rank for prefill, _ in grant.links):
+        raise BadFrame(f"a grant on rank {grant.rank} names links, and none of them is this rank's")
+
+
+def _check_offer(hello: Hello) -> None:
+    _check_endpoint(hello.data_host, hello.data_port, hello.data_token)
+    if len(hello.data) > MAX_ENDPOINTS:
+        raise BadFrame(f"a hello with {len(hello.data)} data endpoints, the most is {MAX_ENDPOINTS}")
+    for endpoint in hello.data:
+        _check_text("data kind", endpoint.kind, MAX_KIND)
+        if not endpoint.kind:
+            raise BadFrame("a data endpoint names no kind of transport")
+        _check_text("data where", endpoint.where, MAX_HOST)
+        _check_endpoint(endpoint.host, endpoint.port, endpoint.token)
+
+
+def _check_endpoint(host: str, port: int, token: str) -> None:
+    _check_text("data host", host, MAX_HOST)
+    _check_text("data token", token, MAX_DATA_TOKEN, shown=False)
+    if not 0 <= port <= MAX_PORT:
+        raise BadFrame(f"data port {port} is not within 0 and {MAX_PORT}")
+
+
+def _check_text(name: str, text: str, most: int, *, shown: bool = True) -> None:
+    if len(text) > most:
+        what = f" {text[:20]!r}..." if shown else ""
+        raise BadFrame(f"{name}{what} has {len(text)} characters, the most is {most}")
 
 
 def _kinds() -> frozenset[str]:

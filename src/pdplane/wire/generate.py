@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from . import sampling
 from .body import convert, invalid, join, refuse_unsupported
+from .legs import LegFields
 from .openai import prompts_of
 from .sampling import MAX_TOP_LOGPROBS, NOT_SAMPLED, Ask
 
@@ -43,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     no_stop_trim: bool | None = None
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(LegFields, frozen=True, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, object] | list[dict[str, object]] | None = None
@@ -51,10 +52,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
-    rid: object = None
-    bootstrap_host: object = None
-    bootstrap_port: object = None
-    bootstrap_room: object = None
 
     @property
     def single(self) -> bool:

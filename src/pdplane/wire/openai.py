@@ -1,7 +1,6 @@
 """OpenAI's chat and text completions: requests as they come, checked, and answers as its clients read them.
 
-The pairing fields (bootstrap_*, rid) ride on both, as SGLang's routers send them; their shapes are judged where the
-number of samples is known.
+A router's fields (legs.py) ride on both.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from . import sampling
 from .body import convert, invalid, refuse_unsupported
+from .legs import LegFields
 from .sampling import MAX_TOP_LOGPROBS, NOT_SAMPLED, Ask
 
 COMPLETION_DEFAULT_TOKENS = 16
@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True):
+class _Request(LegFields, frozen=True, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -73,10 +73,6 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    rid: object = None
-    bootstrap_host: object = None
-    bootstrap_port: object = None
-    bootstrap_room: object = None
 
     @property
     def include_usage(self) -> bool:

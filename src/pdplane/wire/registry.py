@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pdplane.core.ids import Rank
+from pdplane.core.ids import Rank, Shape
 
 Policy = Literal["early", "prefill_complete"]
 FOLLOW_ROOM = "follow_bootstrap_room"
@@ -24,7 +24,8 @@ class BadBody(ValueError):
 
 
 class PrefillRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """PUT /route: one prefill rank says where it is and what its group looks like."""
+    """PUT /route: one prefill rank says where it is and what its group looks like. pd_ttl_s: seconds of silence after
+    which it is gone; left out, it stays until it leaves."""
 
     attn_tp_size: int
     attn_tp_rank: int
@@ -48,6 +49,7 @@ class PrefillRegistration(msgspec.Struct, frozen=True, kw_only=True):
     prefill_http_port: int | None = None
     decode_allocation_policy: Policy = "early"
     pd_instance: str | None = None
+    pd_ttl_s: float | None = None
 
     @property
     def dp_size(self) -> int:
@@ -59,33 +61,41 @@ class PrefillRegistration(msgspec.Struct, frozen=True, kw_only=True):
         return Rank(dp, self.attn_cp_rank, self.attn_tp_rank, self.pp_rank)
 
 
-def one_rank(
+def registration_of(
+    rank: Rank,
+    shape: Shape,
     rank_ip: str,
     rank_port: int,
     *,
     page_size: int,
     kv_cache_dtype: str | None,
+    load_balance_method: str = FOLLOW_ROOM,
     prefill_http_port: int | None = None,
+    decode_allocation_policy: Policy = "early",
     pd_instance: str | None = None,
+    pd_ttl_s: float | None = None,
 ) -> PrefillRegistration:
-    """The registration of a prefill that is its group's only rank."""
+    """What `rank` of a group of this shape says: its data parallel groups are those of one server."""
     return PrefillRegistration(
-        attn_tp_size=1,
-        attn_tp_rank=0,
-        attn_cp_size=1,
-        attn_cp_rank=0,
-        attn_dp_size=1,
-        attn_dp_rank=0,
-        pp_size=1,
-        pp_rank=0,
+        attn_tp_size=shape.tp,
+        attn_tp_rank=rank.tp,
+        attn_cp_size=shape.cp,
+        attn_cp_rank=rank.cp,
+        attn_dp_size=shape.dp,
+        attn_dp_rank=rank.dp,
+        pp_size=shape.pp,
+        pp_rank=rank.pp,
         system_dp_size=1,
         system_dp_rank=0,
         rank_ip=rank_ip,
         rank_port=rank_port,
         page_size=page_size,
         kv_cache_dtype=kv_cache_dtype,
+        load_balance_method=load_balance_method,
         prefill_http_port=prefill_http_port,
+        decode_allocation_policy=decode_allocation_policy,
         pd_instance=pd_instance,
+        pd_ttl_s=pd_ttl_s,
     )
 
 
@@ -131,15 +141,37 @@ class QueryDpRanks(msgspec.Struct, frozen=True):
     bootstrap_rooms: list[int]
 
 
+class RegisterDpRanks(msgspec.Struct, frozen=True):
+    """POST /v1/dp_ranks: many rooms in one call, all of them or none."""
+
+    rooms: list[RegisterDpRank]
+
+
 class RankStatus(msgspec.Struct, frozen=True):
+    """`expires_in_s`: if nothing is heard of it until then; null where it stays until it leaves."""
+
     rank: Rank
     rank_ip: str
     rank_port: int
     instance: str | None
+    expires_in_s: float | None = None
+
+
+class RefusedRank(msgspec.Struct, frozen=True):
+    """A rank that the group could not take; `reason` names field and both values."""
+
+    rank: Rank
+    instance: str | None
+    reason: str
+    ago_s: float
 
 
 class RegistryStatus(msgspec.Struct, frozen=True):
-    """GET /v1/registry. `expected` is 0 while nobody has registered; `epoch` rises with every change of the table."""
+    """GET /v1/registry. `expected` is 0 while nobody has registered; `epoch` rises with every change of the table.
+
+    group: what the first rank said of its group, also while ranks are missing. expired: which of the missing ranks were
+    there and fell silent. refused: who did not fit, the latest first.
+    """
 
     ready: bool
     epoch: int
@@ -148,12 +180,15 @@ class RegistryStatus(msgspec.Struct, frozen=True):
     registered: list[RankStatus]
     missing: list[Rank]
     rooms: int
+    expired: list[Rank] = []
+    refused: list[RefusedRank] = []
+    group: PrefillServerInfo | None = None
 
 
 class Deregister(msgspec.Struct, frozen=True):
-    """DELETE /v1/route: every rank of this instance leaves."""
+    """DELETE /v1/route: every rank of this instance leaves; null: every rank that named none."""
 
-    pd_instance: str
+    pd_instance: str | None
 
 
 class Removed(msgspec.Struct, frozen=True):

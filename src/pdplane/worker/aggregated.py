@@ -1,4 +1,4 @@
-"""The aggregated worker: prompt and answer in one process, the yardstick of every hand-off."""
+"""One dp group of an aggregated worker: prompt and answer in one process, the yardstick of every hand-off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import msgspec
 from pdplane.core.aggregated import AggregatedNode
 from pdplane.core.effects import Effect, RunWhole
 from pdplane.core.events import Event, JobArrived
-from pdplane.core.frames import PromptId
 
 from .config import WorkerConfig
 from .engine import EngineRequest
@@ -20,14 +19,15 @@ class AggregatedShell(Shell[AggregatedNode]):
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
         super().__init__(parts)
-        self.node = AggregatedNode(config.limits(parts.pool.pages))
+        self.node = AggregatedNode(config.limits(parts.pages))
 
-    def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
+    def _arrival(self, generation: Generation, deadline: float) -> Event:
         return JobArrived(
             rid=generation.rid,
-            prompt_tokens=prompt.tokens,
+            prompt_tokens=len(generation.prompt),
             max_new=generation.sampling.max_tokens,
             deadline=deadline,
+            priority=generation.priority,
         )
 
     def _do_role(self, effect: Effect) -> None:

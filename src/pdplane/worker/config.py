@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 
+from pdplane.core.ids import Shape
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
 from pdplane.settings import BadSetting, flag_of, setting
@@ -13,6 +15,11 @@ from .http.settings import HttpSettings
 
 EMBEDDED = "embedded"
 ROLES = ("prefill", "decode", "aggregated")
+POLICIES = ("early", "prefill_complete")
+FOLLOW_ROOM, TOTAL_REQUESTS = "follow_bootstrap_room", "total_requests"
+TRANSPORTS = ("shm", "shm_push", "tcp")
+MOST_DP = 8
+TP_SIZES = (1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +30,45 @@ class WorkerConfig(HttpSettings):
     model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
     served_model_name: str = setting("", "name that clients use; default: the model folder's")
     page_size: int = setting(16, "tokens per page")
-    pool_mb: int = setting(1024, "memory of the page pool, MiB; under load all of it is touched in time")
+    dp: int = setting(1, f"data parallel groups in this process, 1 to {MOST_DP}: each has its engine loop and pools")
+    tp: int = setting(1, "tensor parallel ranks of a group, 1, 2 or 4: the KV heads are split over as many pools")
+    cp: int = setting(1, "context parallel ranks; workers here run no more than 1")
+    pp: int = setting(1, "pipeline parallel ranks; workers here run no more than 1")
+    pool_mb: int = setting(1024, "memory of each dp group's pages over all of its tp pools, MiB; touched in time")
     max_running: int = setting(16, "requests in the engine at once")
     max_queue: int = setting(1024, "requests that may wait; one more is answered 429")
     batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")
     threads: int = setting(1, "BLAS threads; more than one seldom helps where prefill and decode share cores")
     advertise_host: str = setting("", "address that peers dial for control and data; default: --host")
-    control_port: int = setting(0, "prefill: port of control sessions; 0 takes any free one")
-    data_port: int = setting(0, "decode: port on which pages arrive; 0 takes any free one")
+    control_port: int = setting(0, "prefill: port of control sessions, the next ranks' count up; 0 takes free ones")
+    data_port: int = setting(0, "decode: port on which pages come by tcp, the next ranks' count up; 0 takes free ones")
     bootstrap_port: int = setting(8998, "prefill: port of its registry; decode: port asked where a request names none")
     registry: str = setting("", "prefill: URL of a registry that runs apart; default: an embedded one")
+    registry_token: str = setting(
+        "", "prefill: bearer token that registering at its registry needs; default: --secret", secret=True
+    )
     prefill_allow: tuple[str, ...] = setting((), "decode: prefill hosts that requests may name; default: any")
+    decode_allocation_policy: str = setting(
+        "early",
+        "when decode reserves pages: early, before prefill computes, or prefill_complete, after it; both sides alike",
+        choices=POLICIES,
+    )
+    load_balance_method: str = setting(
+        FOLLOW_ROOM,
+        "prefill: which dp group serves a request: the room's number modulo --dp, or the least loaded one",
+        choices=(FOLLOW_ROOM, TOTAL_REQUESTS),
+    )
+    transport: tuple[str, ...] = setting(
+        ("shm", "tcp"),
+        f"how pages may move, the preferred way first, of {', '.join(TRANSPORTS)}; give it again or as a list a,b",
+    )
+    checksum: bool = setting(False, "check every page that has moved, end to end (xxh3)")
+    prefix_cache: bool = setting(True, "prefill: keep the pages of prompts for later ones that begin alike")
+    hold_term_s: float = setting(30.0, "prefill_complete: how long computed pages wait for decode's grant")
+    held_pages: int = setting(0, "prefill_complete: most pages computed ahead of a grant; 0: half of the pool")
+    reserve_tokens: int = setting(
+        512, "decode: growth kept free per request at admission (SGLang: num_reserved_decode_tokens)"
+    )
     queue_limit_s: float = setting(60.0, "longest wait for pages or a place, then 429")
     progress_limit_s: float = setting(60.0, "decode: longest time without a sign of work from prefill, then 504")
     drain_limit_s: float = setting(30.0, "wait for proof that pages are quiet, then quarantine")
@@ -41,31 +76,74 @@ class WorkerConfig(HttpSettings):
     silent_s: float = setting(5.0, "silence after which a session counts as lost")
     grace_s: float = setting(2.0, "time in which a lost session may come back")
     shutdown_s: float = setting(10.0, "on SIGTERM: how long running requests may finish")
-    secret: str = setting("", "shared secret of control sessions", secret=True)
+    secret: str = setting("", "shared secret of control and data connections", secret=True)
+    allow_insecure: bool = setting(False, "leave loopback without --secret: whoever reaches the ports can pair")
     log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "pool_mb", "max_running", "max_queue", "threads", "body_limit_bytes"):
+        for name in ("page_size", "pool_mb", "max_running", "max_queue", "threads", "body_limit_bytes", "dp"):
             self._check(name, least=1)
         for name in ("request_timeout_s", "queue_limit_s", "progress_limit_s", "drain_limit_s", "beat_s", "silent_s"):
             self._check(name, least=0.001)
         for name in ("grace_s", "shutdown_s", "port", "control_port", "data_port", "bootstrap_port"):
             self._check(name, least=0)
-        if self.host in WILDCARDS and self.role != "aggregated" and not self.advertise_host:
-            raise BadSetting(
-                f"--host {self.host} listens everywhere: peers need one address to dial, give it with --advertise-host"
-            )
+        self._check("hold_term_s", least=0.001)
+        for name in ("held_pages", "reserve_tokens"):
+            self._check(name, least=0)
+        self._check_shape()
+        self._check_transports()
         if self.silent_s <= self.beat_s:
             raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
+        if self.role != "aggregated":
+            self._check_addresses()
 
     def _check(self, name: str, *, least: float) -> None:
         value = getattr(self, name)
         if not value >= least:
             raise BadSetting(f"{flag_of(name)} {value:g} is too little; give {least:g} or more")
 
+    def _check_shape(self) -> None:
+        if self.dp > MOST_DP:
+            raise BadSetting(f"--dp {self.dp} is too much for one process; give 1 to {MOST_DP}, or start more workers")
+        if self.tp not in TP_SIZES:
+            raise BadSetting(f"--tp {self.tp}: KV heads are split over 1, 2 or 4 pools; give one of these")
+        for name, what in (("cp", "context"), ("pp", "pipeline")):
+            value = getattr(self, name)
+            if value != 1:
+                raise BadSetting(
+                    f"--{name} {value}: workers here run no {what} parallel ranks; give --{name} 1, or leave it out"
+                )
+
+    def _check_transports(self) -> None:
+        unknown = [kind for kind in self.transports if kind not in TRANSPORTS]
+        if unknown or not self.transports:
+            raise BadSetting(f"--transport {', '.join(unknown) or 'none'}: give one or more of {', '.join(TRANSPORTS)}")
+
+    def _check_addresses(self) -> None:
+        if self.host in WILDCARDS and not self.advertise_host:
+            raise BadSetting(
+                f"--host {self.host} listens everywhere: peers need one address to dial, give it with --advertise-host"
+            )
+        outside = next((host for host in (self.host, self.peer_host) if not is_loopback(host)), None)
+        if outside and not (self.secret or self.allow_insecure):
+            raise BadSetting(
+                f"{outside} is not loopback: whoever reaches it could take part in hand-offs. Give all workers the "
+                "same --secret, or say --allow-insecure where the network itself keeps others out"
+            )
+
     @property
     def peer_host(self) -> str:
         return self.advertise_host or self.host
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(dp=self.dp, tp=self.tp)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """By preference, each once."""
+        named = (kind.strip() for given in self.transport for kind in given.split(","))
+        return tuple(dict.fromkeys(kind for kind in named if kind))
 
     def limits(self, pages: int) -> Limits:
         return Limits(
@@ -76,6 +154,18 @@ class WorkerConfig(HttpSettings):
             queue_limit_s=self.queue_limit_s,
             progress_limit_s=self.progress_limit_s,
             drain_limit_s=self.drain_limit_s,
+            hold_term_s=self.hold_term_s,
+            held_pages=self.held_pages,
+            prefix_cache=self.prefix_cache,
+            reserve_tokens=self.reserve_tokens,
             tombstone_s=self.request_timeout_s + 10,
             session=SessionTimes(beat_s=self.beat_s, silent_s=self.silent_s, grace_s=self.grace_s),
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what listens on `host`, or is dialled there, never leaves this machine. A name but localhost may."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

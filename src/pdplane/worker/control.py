@@ -9,7 +9,7 @@ from typing import cast
 
 from pdplane.core.events import Accepted, ConnLost, ControlEndpoint, DialFailed, Dialled, Event, FrameIn
 from pdplane.core.frames import Frame
-from pdplane.core.ids import ConnId
+from pdplane.core.ids import ConnId, Rank
 from pdplane.wire.control import BadFrame, FrameReader, UnknownKind, encode
 
 log = logging.getLogger(__name__)
@@ -20,23 +20,24 @@ FLUSH_LIMIT_S = 5.0
 
 
 class ControlNet:
-    """All control connections of one worker. `post` takes events, `count` takes names of what was wrong."""
+    """All control connections of one group. `post` takes events, `count` takes names of what was wrong."""
 
     def __init__(self, post: Callable[[Event], None], count: Callable[[str], None]) -> None:
         self._post, self._count = post, count
         self._conns: dict[ConnId, _Connection] = {}
         self._last = 0
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._dials: set[asyncio.Task[None]] = set()
 
-    async def listen(self, host: str, port: int) -> int:
-        """The port listened on. Raises OSError where it is taken."""
+    async def listen(self, host: str, port: int, here: Rank) -> int:
+        """The port that our rank `here` listens on. Raises OSError where it is taken."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, accepted=True), host, port)
-        return int(self._server.sockets[0].getsockname()[1])
+        server = await loop.create_server(lambda: _Connection(self, accepted_at=here), host, port)
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
 
-    def dial(self, endpoint: ControlEndpoint) -> None:
-        task = asyncio.get_running_loop().create_task(self._dial(endpoint))
+    def dial(self, endpoint: ControlEndpoint, here: Rank) -> None:
+        task = asyncio.get_running_loop().create_task(self._dial(endpoint, here))
         self._dials.add(task)
         task.add_done_callback(self._dials.discard)
 
@@ -54,36 +55,36 @@ class ControlNet:
             task.cancel()
         for conn in list(self._conns):
             self.close(conn)
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
-    async def _dial(self, endpoint: ControlEndpoint) -> None:
+    async def _dial(self, endpoint: ControlEndpoint, here: Rank) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self, accepted=False), endpoint.host, endpoint.port
+                    lambda: _Connection(self, accepted_at=None), endpoint.host, endpoint.port
                 )
         except TimeoutError:
-            self._post(DialFailed(endpoint, f"no answer within {DIAL_TIMEOUT_S:g} s"))
+            self._post(DialFailed(endpoint, here, f"no answer within {DIAL_TIMEOUT_S:g} s"))
         except OSError as error:
-            self._post(DialFailed(endpoint, error.strerror or str(error)))
+            self._post(DialFailed(endpoint, here, error.strerror or str(error)))
         except (ValueError, OverflowError) as error:  # a registry may name an impossible address
-            self._post(DialFailed(endpoint, str(error)))
+            self._post(DialFailed(endpoint, here, str(error)))
         else:
             if connection.conn in self._conns:
-                self._post(Dialled(endpoint, connection.conn))
+                self._post(Dialled(endpoint, here, connection.conn))
             else:
-                self._post(DialFailed(endpoint, "it closed the connection at once"))
+                self._post(DialFailed(endpoint, here, "it closed the connection at once"))
 
     # --- for connections ---
 
-    def opened(self, connection: _Connection, *, accepted: bool) -> ConnId:
+    def opened(self, connection: _Connection, accepted_at: Rank | None) -> ConnId:
         self._last += 1
         conn = ConnId(self._last)
         self._conns[conn] = connection
-        if accepted:
-            self._post(Accepted(conn))
+        if accepted_at is not None:
+            self._post(Accepted(conn, accepted_at))
         return conn
 
     def frame(self, conn: ConnId, frame: Frame | UnknownKind) -> None:
@@ -110,16 +111,18 @@ class ControlNet:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, net: ControlNet, *, accepted: bool) -> None:
+    """`accepted_at`: our rank whose port took it; None where we dialled."""
+
+    def __init__(self, net: ControlNet, *, accepted_at: Rank | None) -> None:
         self._net = net
-        self._accepted = accepted
+        self._accepted_at = accepted_at
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self.conn = ConnId(0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
-        self.conn = self._net.opened(self, accepted=self._accepted)
+        self.conn = self._net.opened(self, self._accepted_at)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -1,9 +1,11 @@
-"""The decode worker: its control sessions, the landing of pages, and the engine's second half."""
+"""One dp group of a decode worker: its control sessions, the landing of pages, and the engine's second half."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -14,71 +16,66 @@ from pdplane.core.effects import (
     ArmGrant,
     CloseConn,
     Dial,
-    DisarmGrant,
     Effect,
     LookUp,
-    RevokeGrant,
+    LookUpRank,
     RunDecode,
     SendFrame,
-    Teardown,
 )
 from pdplane.core.errors import Cause, Refused, bad_request
-from pdplane.core.events import Event, GrantQuiet, LegArrived, PagesLanded, RouteFailed, RouteKnown
-from pdplane.core.frames import PromptId
-from pdplane.core.ids import Rank
+from pdplane.core.events import Event, LegArrived, OperatorRelease, RankKnown, RouteFailed, RouteKnown
+from pdplane.core.ids import GrantNo, Room
+from pdplane.core.pages import Owner, Page
 from pdplane.core.session import Identity
+from pdplane.observe.grants import LinkRecord
 from pdplane.observe.records import LegRecord
-from pdplane.transport.tcp_landing import TcpLanding
 from pdplane.wire.address import bracketed
 
 from .config import WorkerConfig
-from .control import ControlNet
+from .datapath import Landings
 from .engine import EngineRequest
 from .jobs import first_token
-from .lookup import find_ranks
+from .kinds import make_landing, usable
+from .lookup import Lookups
+from .paired import PairedShell
 from .service import Generation
-from .shell import Parts, Shell
+from .shell import Parts
 
 log = logging.getLogger(__name__)
 
 
-class DecodeShell(Shell[DecodeNode]):
+class DecodeShell(PairedShell[DecodeNode]):
     role = "decode"
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        """Raises BadSetting where pages cannot arrive as asked."""
         super().__init__(parts)
         self.default_bootstrap_port = config.bootstrap_port
         self._allowed = frozenset(config.prefill_allow)
-        self._lookups: set[asyncio.Task[None]] = set()
-        self._control = ControlNet(self.post, self.count)
-        self.landing = TcpLanding(
-            parts.instance,
-            parts.pool,
-            lambda grant, pages: self.post_soon(PagesLanded(grant, tuple(pages))),
-            lambda grant: self.post_soon(GrantQuiet(grant)),
-            host=config.host,
-            port=config.data_port,
-            advertise_host=config.peer_host,
+        self._lookups = Lookups(
+            policy=config.decode_allocation_policy, page_size=parts.model.page_size, kv_dtype=parts.model.kv_dtype
         )
+        self._asking: set[asyncio.Task[None]] = set()
+        make = functools.partial(make_landing, config)
+        self.landings = Landings(parts.instance, parts.dp, parts.pools, usable(config), make, self.post_soon)
         me = Identity(
             instance=parts.instance,
-            rank=Rank(),
             stamp=parts.stamp,
-            data_host=self.landing.endpoint.host,
-            data_port=self.landing.endpoint.port,
-            data_token=self.landing.token,
             secret=config.secret,
+            shape=config.shape,
+            dp=parts.dp,
+            data=self.landings.offers,
         )
-        self.node = DecodeNode(me, config.limits(parts.pool.pages), fence=self.landing.capabilities.fence)
+        self.node = DecodeNode(me, config.limits(parts.pages), fenced=self.landings.fenced)
 
     async def stop(self) -> None:
         await super().stop()
-        for task in list(self._lookups):
+        for task in self._asking:
             task.cancel()
-        await self._control.stop()
-        self.landing.close()
+        await self._lookups.close()
+        self.landings.close()
 
-    def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
+    def _arrival(self, generation: Generation, deadline: float) -> Event:
         assert generation.room is not None
         host, port = generation.bootstrap_host, generation.bootstrap_port
         if self._allowed and host not in self._allowed:
@@ -94,53 +91,60 @@ class DecodeShell(Shell[DecodeNode]):
         return LegArrived(
             rid=generation.rid,
             room=generation.room,
-            prompt=prompt,
+            prompt=generation.prompt_id,
             max_new=generation.sampling.max_tokens,
             deadline=deadline,
             address=f"{bracketed(host)}:{port or self.default_bootstrap_port}",
+            priority=generation.priority,
+            dp_rank=generation.prefill_dp_rank,
         )
 
     def _do_role(self, effect: Effect) -> None:
         match effect:
             case SendFrame(conn, frame):
-                self._control.send(conn, frame)
-            case Dial(endpoint):
-                self._control.dial(endpoint)
+                self._send(conn, frame)
+            case Dial(endpoint, here):
+                self.control.dial(endpoint, here)
             case CloseConn(conn):
-                self._control.close(conn)
+                self._close(conn)
             case LookUp(address):
-                task = self._loop.create_task(self._look_up(address))
-                self._lookups.add(task)
-                task.add_done_callback(self._lookups.discard)
-            case ArmGrant(grant, peers, pages):
-                for peer in peers:
-                    self.landing.arm(grant, peer, pages)
-            case RevokeGrant(grant):
-                if self.landing.revoke(grant):
-                    self.post(GrantQuiet(grant))
-            case DisarmGrant(grant):
-                self.landing.disarm(grant)
-            case Teardown(peer):
-                self.landing.teardown(peer)
+                self._ask(address, self._lookups.route(address))
+            case LookUpRank(address, room):
+                self._ask(address, self._rank_of(address, room))
             case RunDecode():
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
                     self.jobs.push_row(job, row, row.finish_reason)
             case _:
-                raise AssertionError(effect)
+                self._do_landings(effect)
 
-    async def _look_up(self, address: str) -> None:
+    def _do_landings(self, effect: Effect) -> None:
+        if isinstance(effect, ArmGrant):
+            self._note_grant(effect)
+        told = self.landings.do(effect)
+        assert told is not None, effect
+        for event in told:
+            self.post(event)
+
+    def _ask(self, address: str, question: Coroutine[None, None, RouteKnown | RankKnown]) -> None:
+        task = self._loop.create_task(self._answer(address, question))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _answer(self, address: str, question: Coroutine[None, None, RouteKnown | RankKnown]) -> None:
         try:
-            ranks = await find_ranks(address)
+            told: Event = await question
         except Refused as refused:
-            self.post(RouteFailed(address, refused.cause))
-        except Exception as error:  # the room must hear of it, whatever it was
-            log.exception("looking up %s", address)
+            told = RouteFailed(address, refused.cause)
+        except Exception as error:  # the rooms must hear of it, whatever it was
+            log.exception("asking the registry at %s", address)
             text = f"the registry at {address} could not be asked: {type(error).__name__}: {error}"
-            self.post(RouteFailed(address, Cause("registry_unreachable", text, 503, retryable=True, side=self.role)))
-        else:
-            self.post(RouteKnown(address, ranks))
+            told = RouteFailed(address, Cause("registry_unreachable", text, 503, retryable=True, side=self.role))
+        self.post(told)
+
+    async def _rank_of(self, address: str, room: Room) -> RankKnown:
+        return RankKnown(address, room, await self._lookups.dp_rank(address, room))
 
     def _run(self, effect: RunDecode) -> None:
         job = self.jobs.get(effect.rid)
@@ -163,17 +167,43 @@ class DecodeShell(Shell[DecodeNode]):
         )
         self.run(request, job, [first_token(row)])
 
-    def _held(self, record: LegRecord, held: dict[Any, dict[str, int]]) -> dict[str, int]:
-        return held.get(self.node.owner_of(record.rid), {})
+    def release(self, grant: GrantNo) -> int:
+        """Quarantined pages of this grant that are free now, without a proof."""
+        before = self.node.ledger.counts[Page.QUARANTINED]
+        self.post(OperatorRelease(grant))
+        return before - self.node.ledger.counts[Page.QUARANTINED]
+
+    def held(self, record: LegRecord) -> dict[str, int]:
+        return self.node.ledger.held_by(self.node.owner_of(record.rid))
+
+    def _note_grant(self, armed: ArmGrant) -> None:
+        receiver = next((one for one in self.node.rooms.live.values() if one.grant == armed.grant), None)
+        if receiver is None:
+            return
+        record = self.grants.granted(receiver.room, self.instance, armed.grant, len(armed.pages))
+        for lane in armed.lanes:
+            here, there = str(lane.link.here), str(lane.link.there)
+            record.links[lane.link] = LinkRecord(here, there, lane.kind, lane.slice.size_bytes)
+
+    def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
+        grant = int(owner.removeprefix("grant "))
+        told = {**super()._quarantine(owner, pages), "grant": grant}
+        receiver = next((one for one in self.node.rooms.live.values() if one.grant == grant), None)
+        if receiver is None:
+            return told
+        holders = [str(link.there) for link in receiver.holders]
+        return {**told, "rid": receiver.rid, "room": receiver.room, "no_proof_from": holders}
 
     def role_figures(self) -> dict[str, int]:
         node = self.node
         return {
             "waiting": node.waiting,
             "running": len(node.batch),
+            "retracted": node.batch.parked,
+            "retracted_bytes": self.running_engine.retracted_bytes,
             "rooms": len(node.rooms.live),
             "tombstones": node.rooms.tombstones,
             "claims": len(node.reserve),
             "control_sessions": node.members.sessions(),
-            "bad_data_frames": self.landing.bad_frames,
+            "bad_data_frames": self.landings.bad_frames,
         }

@@ -33,7 +33,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
-    """`computed` prompt tokens already have their KV in `pages`; `prior` are tokens sampled elsewhere (the row's).
+    """`computed` prompt tokens already have their KV in `pages` (a cached prefix: these pages are only read, also where
+    the whole prompt is in them); `prior` are tokens sampled elsewhere (the row's).
 
     `prefill_only`: compute the prompt, sample one token, finish. Its output still says in `ended` whether that
     token ended the request under the real `sampling` ("stop", "length").
@@ -95,14 +96,28 @@ class Engine(Protocol):
     model: ModelSpec
     on_dropped: Callable[[Rid], None] | None
 
-    def attach(self, pool: memoryview, pages: int) -> None:
-        """Use `pool`, `pages` x `model.page_bytes` writable bytes, page-first. Before the first `add`."""
+    def sibling(self) -> Engine:
+        """Another engine over the same weights, for pools and a thread of its own: one per data parallel rank."""
+        ...
+
+    def attach(self, pools: Sequence[memoryview | None], pages: int) -> None:
+        """Use these pools, one per tensor parallel rank, each `pages` pages of core.slices.shard_bytes writable bytes,
+        page-first; None for a rank that holds no heads. A page index means that page of every pool. Before the first
+        `add`."""
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Its pages hold at least the prompt."""
 
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
         """More pages for a running request; unknown rids are ignored."""
+
+    def park(self, rid: Rid) -> bool:
+        """Between two steps: this running request takes part in none until `resume`, and its pages are touched no more.
+        False where it is not running any more (or was aborted)."""
+        ...
+
+    def resume(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        """A parked request goes on, its KV now in these pages. Unknown rids are ignored."""
 
     def abort(self, rid: Rid) -> bool:
         """From any thread. True: the running step, if any, is not at work on it; its pages are touched no more and no

@@ -3,6 +3,10 @@
 An end and a release are two things. The end (`finish`) is the client's: a stop string ends a request here, while the
 engine may still be writing its next row. The release is the pages': only when it is true does the engine touch them no
 more (the "own completion" proof), and it comes exactly once for each request that was added.
+
+A retract is neither: the request is laid aside between two steps and its KV kept in host memory, so that its pages are
+free for others. While this thread has it in its hands to do so, or to put it back, an abort from another thread waits
+until it is put down: whoever is told of a release may give the pages away at once.
 """
 
 from __future__ import annotations
@@ -16,29 +20,17 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from pdplane.core.ids import PageId, Rid
+from pdplane.core.layout import pages_for
 
 from .engine import Engine, EngineRequest, StepOutput, Token, Tokenizer
+from .host_copy import Pools
+from .sample import Emission as Emission
+from .sample import Sample
 from .text import Spelling, TextOptions
 
 log = logging.getLogger(__name__)
 
 FAILED_STEPS_LIMIT = 3
-
-
-class Emission(msgspec.Struct, kw_only=True):
-    """What one turn did for one request. `computed`: tokens whose KV is in the pages. `finish`, given at most once:
-    "stop" | "length" | "abort" | "error" (with `error`). `ended`: the real end of a prefill_only request.
-    `matched_stop`: the stop string or stop token. `released`: the engine touches the request's pages no more."""
-
-    rid: Rid
-    computed: int = 0
-    tokens: list[Token] = []
-    text: str = ""
-    finish: str | None = None
-    ended: str | None = None
-    matched_stop: str | int | None = None
-    error: str = ""
-    released: bool = False
 
 
 class _Add(msgspec.Struct):
@@ -52,20 +44,31 @@ class _Extend(msgspec.Struct):
     pages: Sequence[PageId]
 
 
+class _Retract(msgspec.Struct):
+    rid: Rid
+    pages: Sequence[PageId]
+
+
+class _Restore(msgspec.Struct):
+    rid: Rid
+    pages: Sequence[PageId]
+
+
+class _Finish(msgspec.Struct):
+    rid: Rid
+
+
 class _Wake(msgspec.Struct):
     """Something happened that the engine knows already: look again."""
 
 
-class _Sample(msgspec.Struct):
-    spelling: Spelling
-    computed: int
-    prefill_only: bool
-    finished: bool = False
+_Message = _Add | _Extend | _Retract | _Restore | _Finish | _Wake
 
 
 class EngineThread:
     """`post` is called on this thread, after an add that has something to say and after each step, and on that of
-    whoever aborts what the engine is not at work on; it must not block.
+    whoever aborts what the engine is not at work on; it must not block. `pools` are those that the engine is attached
+    to; without them nothing can be retracted.
 
     Without `start`, a test drives the loop by `turn`.
     """
@@ -75,6 +78,7 @@ class EngineThread:
         engine: Engine,
         tokenizer: Tokenizer,
         post: Callable[[list[Emission]], None],
+        pools: Sequence[memoryview | None] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,13 +86,15 @@ class EngineThread:
         engine.on_dropped = lambda rid: self._send([self._let_go(rid)])
         self._tokenizer = tokenizer
         self._post = post
+        self._pools = Pools(pools, engine.model)
         self._clock = clock
-        self._inbox: SimpleQueue[_Add | _Extend | _Wake] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _live, _queued and _aborted: callers' threads and this one
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows, up to _in_hand: callers' threads and this one
         self._live: set[Rid] = set()
         self._queued: set[Rid] = set()  # of these, in the inbox: the engine has never seen them
         self._aborted: set[Rid] = set()
-        self._samples: dict[Rid, _Sample] = {}  # this thread's own: what the engine holds
+        self._in_hand: Rid | None = None  # an abort of it is carried out when it is put down
+        self._samples: dict[Rid, Sample] = {}  # this thread's own: what the engine holds
         self._stopping = False
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -116,9 +122,23 @@ class EngineThread:
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
         self._inbox.put(_Extend(rid, pages))
 
+    def retract(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        """After the running step: copy the KV of this running request, which is in these pages, to host memory and lay
+        it aside. Says `retracted`; where the request has ended or was aborted, its release is all that comes."""
+        self._inbox.put(_Retract(rid, pages))
+
+    def restore(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        """Copy the KV of a retracted request back, bit for bit, into these pages, its own from now on, and go on. Where
+        it has ended meanwhile they are not touched."""
+        self._inbox.put(_Restore(rid, pages))
+
+    def finish(self, rid: Rid) -> None:
+        """After the running step: end this request, also a retracted one, with `length`. Nothing where it has ended."""
+        self._inbox.put(_Finish(rid))
+
     def abort(self, rid: Rid) -> None:
-        """Effective at once. What the running step is not at work on (in the inbox, or waiting in the engine) is
-        released at once too: it does not wait for other requests' step. A rid that is not live is ignored."""
+        """Effective at once. What the running step is not at work on (in the inbox, waiting in the engine, retracted)
+        is released at once too, without waiting for other requests' step. A rid that is not live is ignored."""
         with self._lock:
             if rid not in self._live:
                 return
@@ -127,6 +147,8 @@ class EngineThread:
                 self._drop(rid)
             else:
                 self._aborted.add(rid)
+                if rid == self._in_hand:
+                    return
         if queued or self._engine.abort(rid):
             self._send([self._let_go(rid)])
         else:
@@ -145,6 +167,11 @@ class EngineThread:
         """Requests whose pages the engine may still touch, queued ones included."""
         return len(self._live)
 
+    @property
+    def retracted_bytes(self) -> int:
+        """Host memory that holds the KV of retracted requests."""
+        return sum(sample.host.size_bytes for sample in list(self._samples.values()) if sample.host is not None)
+
     def step_age(self, now: float) -> float:
         """Seconds since the running step began; 0 between steps."""
         started = self.step_started_at
@@ -155,9 +182,7 @@ class EngineThread:
     def turn(self, *, wait: bool = False) -> bool:
         """Take the messages, then one step if there is one to do. `wait`: block for a message where there is neither.
         Returns whether anything was done."""
-        emissions: list[Emission] = []
-        took = self._take_messages(emissions, wait=wait and (bool(self.broken) or not self._engine.busy()))
-        self._send(emissions)
+        took = self._take_messages(wait=wait and (bool(self.broken) or not self._engine.busy()))
         if not (self._engine.busy() or self._aborted) or self._stopping or self.broken:
             return took
         self._send(self._step())
@@ -173,7 +198,7 @@ class EngineThread:
                 self._send(self._give_up("error", self.broken))
         self._send(self._give_up("abort", ""))
 
-    def _take_messages(self, emissions: list[Emission], *, wait: bool) -> bool:
+    def _take_messages(self, *, wait: bool) -> bool:
         took = False
         while True:
             try:
@@ -181,10 +206,70 @@ class EngineThread:
             except Empty:
                 return took
             took = True
-            if isinstance(message, _Add):
-                emissions.extend(self._admit(message))
-            elif isinstance(message, _Extend) and message.rid in self._samples:
-                self._engine.extend(message.rid, message.pages)
+            self._carry_out(message)
+
+    def _carry_out(self, message: _Message) -> None:
+        match message:
+            case _Add():
+                self._send(self._admit(message))
+            case _Extend(rid, pages):
+                if rid in self._samples:
+                    self._engine.extend(rid, pages)
+            case _Retract(rid, pages):
+                self._lay_aside(rid, pages)
+            case _Restore(rid, pages):
+                self._put_back(rid, pages)
+            case _Finish(rid):
+                self._end_early(rid)
+
+    def _lay_aside(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        sample = self._pick_up(rid)
+        if sample is None:
+            return
+        if self._engine.park(rid):
+            filled = pages_for(sample.computed, self._engine.model.page_size)
+            assert len(pages) >= filled, f"{rid} has KV in {filled} pages, and {len(pages)} were named"
+            sample.host = self._pools.save(pages[:filled])
+            if not self._was_aborted(rid):
+                self._send([Emission(rid=rid, retracted=sample.computed)])
+        self._put_down()
+
+    def _put_back(self, rid: Rid, pages: Sequence[PageId]) -> None:
+        sample = self._pick_up(rid)
+        if sample is None:
+            return
+        if sample.host is not None:
+            self._pools.load(sample.host, pages)
+            sample.host = None
+            self._engine.resume(rid, pages)
+        self._put_down()
+
+    def _end_early(self, rid: Rid) -> None:
+        sample = self._pick_up(rid)
+        if sample is None:
+            return
+        emission = sample.spell(StepOutput(rid, sample.computed, finish="length"))
+        emission.released = self._engine.abort(rid)
+        if emission.released:
+            self._forget(rid)
+        self._send([emission])
+        self._put_down()
+
+    def _pick_up(self, rid: Rid) -> Sample | None:
+        """Until it is put down nobody else ends this request. None where its end has come, or is on its way."""
+        with self._lock:
+            sample = self._samples.get(rid)
+            if sample is None or sample.finished or rid in self._aborted:
+                return None
+            self._in_hand = rid
+            return sample
+
+    def _put_down(self) -> None:
+        with self._lock:
+            rid, self._in_hand = self._in_hand, None
+            aborted = rid is not None and rid in self._aborted
+        if rid is not None and aborted and self._engine.abort(rid):
+            self._send([self._let_go(rid)])
 
     def _admit(self, message: _Add) -> list[Emission]:
         request = message.request
@@ -193,8 +278,8 @@ class EngineThread:
                 return []
             self._queued.discard(request.rid)
         spelling = Spelling(self._tokenizer, message.text, request.sampling.min_tokens)
-        sample = _Sample(spelling, request.computed, request.prefill_only)
-        opening = self._open(request, sample, message.prior)
+        sample = Sample(spelling, request.computed, request.prefill_only)
+        opening = sample.open(request, message.prior)
         if self.broken:
             opening = self._final(request, finish="error", error=self.broken)
         elif self._was_aborted(request.rid):
@@ -205,18 +290,7 @@ class EngineThread:
         self._forget(request.rid)
         return [opening]
 
-    def _open(self, request: EngineRequest, sample: _Sample, prior: Sequence[Token]) -> Emission:
-        """The tokens that came with the hand-off. A stop string that they complete ends the request before the engine
-        has seen it."""
-        opening = Emission(rid=request.rid, computed=request.computed, tokens=list(prior))
-        for token in prior:
-            opening.text += sample.spelling.push(token.id)
-            if sample.spelling.matched is not None:
-                opening.finish, opening.matched_stop, sample.finished = "stop", sample.spelling.matched, True
-                break
-        return opening
-
-    def _hand_over(self, request: EngineRequest, sample: _Sample, opening: Emission) -> list[Emission]:
+    def _hand_over(self, request: EngineRequest, sample: Sample, opening: Emission) -> list[Emission]:
         self._samples[request.rid] = sample
         try:
             self._engine.add(request)
@@ -252,31 +326,12 @@ class EngineThread:
             self._forget(output.rid)
         if sample.finished:
             return [Emission(rid=output.rid, computed=output.computed, released=True)] if released else []
-        emission = self._spell(sample, output)
+        emission = sample.spell(output)
         emission.released = released
-        sample.finished = emission.finish is not None
         if sample.finished and not released and self._engine.abort(output.rid):
             emission.released = True
             self._forget(output.rid)
         return [emission]
-
-    def _spell(self, sample: _Sample, output: StepOutput) -> Emission:
-        emission = Emission(
-            rid=output.rid, computed=output.computed, finish=output.finish, ended=output.ended, error=output.error
-        )
-        end = output.ended or output.finish
-        if output.token is not None:
-            emission.tokens = [output.token]
-            if end != "stop":
-                emission.text = sample.spelling.push(output.token.id)
-        over = output.ended if sample.prefill_only else output.finish  # a handed-off sample's text goes on elsewhere
-        if sample.spelling.matched is None and over is not None:
-            last = output.token.id if output.token is not None and end == "stop" else None
-            emission.text += sample.spelling.end(last)
-            emission.matched_stop = last
-        if sample.spelling.matched is not None:
-            _stop_by_text(emission, sample)
-        return emission
 
     def _step_failed(self, reason: str) -> list[Emission]:
         """Every request ends with the error. The engine is told to abort them and releases each by its last output; one
@@ -301,7 +356,7 @@ class EngineThread:
         """No step follows: all that is live ends and is released."""
         with self._lock:
             rids = sorted(self._live)
-            self._live, self._queued, self._aborted = set(), set(), set()
+            self._live, self._queued, self._aborted, self._in_hand = set(), set(), set(), None
         samples, self._samples = self._samples, {}
         emissions = []
         for rid in rids:
@@ -342,15 +397,6 @@ class EngineThread:
     def _send(self, emissions: list[Emission]) -> None:
         if emissions:
             self._post(emissions)
-
-
-def _stop_by_text(emission: Emission, sample: _Sample) -> None:
-    """A stop string ends a sample. A prefill_only request finishes as it does, and reports it as its real end."""
-    emission.matched_stop = sample.spelling.matched
-    if sample.prefill_only:
-        emission.ended = "stop"
-    elif emission.finish not in ("abort", "error"):
-        emission.finish = "stop"
 
 
 def _reason(error: Exception) -> str:

@@ -3,99 +3,163 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdplane import __version__
 from pdplane.core.node import Node
-from pdplane.observe.prometheus import labelled, single
+from pdplane.observe.prometheus import Histogram, Row, family
 
 if TYPE_CHECKING:
+    from .group import Group
     from .shell import Shell
 
 STUCK_STEP_S = 60.0
 """A step older than this means that the worker does not progress; its health says so."""
 
 
-def health(shell: Shell[Node]) -> tuple[bool, dict[str, Any]]:
-    """Live, ready and progressing are three answers; healthy is the last two."""
+def health(group: Group[Shell[Node]]) -> tuple[bool, dict[str, Any]]:
+    """Live, ready and progressing are three answers; healthy is the last two. A worker is as well as its sickest
+    group."""
+    of_each = [_health(shell, bool(group.waits_for)) for shell in group.shells]
+    told = {
+        "live": all(one["live"] for one in of_each),
+        "ready": all(one["ready"] for one in of_each),
+        "progressing": all(one["progressing"] for one in of_each),
+        "step_age_s": max(one["step_age_s"] for one in of_each),
+        "draining": next((one["draining"] for one in of_each if one["draining"]), ""),
+        "left": len(group.jobs),
+        "waits_for": group.waits_for,
+        "engine_error": next((one["engine_error"] for one in of_each if one["engine_error"]), ""),
+        "broken": next((one["broken"] for one in of_each if one["broken"]), ""),
+        "instance": group.process,
+    }
+    if len(of_each) > 1:
+        told["groups"] = of_each
+    return told["ready"] and told["progressing"], told
+
+
+def _health(shell: Shell[Node], waits: bool) -> dict[str, Any]:
     age = shell.running_engine.step_age(time.monotonic())
     engine_error, draining = shell.running_engine.broken, shell.node.draining
-    live, progressing = not (engine_error or shell.broken), age < STUCK_STEP_S
-    ready = live and not (draining or shell.waits_for)
-    facts = {
+    live = not (engine_error or shell.broken)
+    return {
         "live": live,
-        "ready": ready,
-        "progressing": progressing,
+        "ready": live and not (draining or waits),
+        "progressing": age < STUCK_STEP_S,
         "step_age_s": round(age, 3),
         "draining": draining,
-        "waits_for": shell.waits_for,
         "engine_error": engine_error,
         "broken": shell.broken,
         "instance": shell.instance,
     }
-    return ready and progressing, facts
 
 
-def figures(shell: Shell[Node]) -> dict[str, Any]:
-    """Everything that must be back at its idle value when nothing runs."""
-    return {"pages": _pages(shell), **_numbers(shell)}
+def figures(shells: Sequence[Shell[Node]]) -> dict[str, Any]:
+    """Everything that must be back at its idle value when nothing runs, summed over the groups."""
+    told: dict[str, Any] = {"pages": _summed(map(pages, shells)), **_summed(map(numbers, shells))}
+    if len(shells) > 1:
+        told["groups"] = [{"pages": pages(shell), **numbers(shell)} for shell in shells]
+    return told
 
 
-def server_info(shell: Shell[Node]) -> dict[str, Any]:
+def server_info(group: Group[Shell[Node]]) -> dict[str, Any]:
     """Keys of the field's /server_info where there are such, ours beside them."""
+    first, config, shells = group.shells[0], group.config, group.shells
     return {
-        "role": shell.role,
-        "disaggregation_mode": "null" if shell.role == "aggregated" else shell.role,
-        "model": shell.model_name,
-        "model_path": shell.model_name,
-        "served_model_name": shell.model_name,
+        "role": group.role,
+        "disaggregation_mode": "null" if group.role == "aggregated" else group.role,
+        "model": group.model_name,
+        "model_path": group.model_name,
+        "served_model_name": group.model_name,
         "version": __version__,
-        "instance": shell.instance,
-        "tp_size": 1,
-        "dp_size": 1,
-        "load_balance_method": "follow_bootstrap_room",
-        "bootstrap_port": shell.default_bootstrap_port,
-        "disaggregation_bootstrap_port": shell.default_bootstrap_port,
-        "stamp": msgspec.to_builtins(shell.stamp),
+        "instance": group.process,
+        "instances": [shell.instance for shell in shells],
+        "tp_size": config.tp,
+        "dp_size": config.dp,
+        "shape": msgspec.structs.asdict(config.shape),
+        "load_balance_method": config.load_balance_method,
+        "decode_allocation_policy": config.decode_allocation_policy,
+        "transports": list(config.transports),
+        "bootstrap_port": group.default_bootstrap_port,
+        "disaggregation_bootstrap_port": group.default_bootstrap_port,
+        "draining": group.draining,
+        "stamp": msgspec.to_builtins(first.parts.stamp),
         "limits": {
-            "max_prompt_tokens": shell.max_prompt_tokens,
-            "context_len": shell.context_len,
-            "pool_pages": shell.pool.pages,
-            "page_size": shell.model.page_size,
-            "max_running": shell.node.limits.max_running,
+            "max_prompt_tokens": group.max_prompt_tokens,
+            "context_len": group.context_len,
+            "pool_pages": first.parts.pages,
+            "page_size": group.model.page_size,
+            "max_running": first.node.limits.max_running,
         },
-        "figures": figures(shell),
-        "alarms": list(shell.alarms),
+        "figures": figures(shells),
+        "quarantined": [one for shell in shells for one in shell.quarantined()],
+        "refused_sessions": [
+            {"peer": peer, "code": cause.code, "message": cause.message}
+            for shell in shells
+            for peer, cause in shell.refused.items()
+        ],
+        "peers": [one for shell in shells for one in shell.peers()],
+        "alarms": [alarm for shell in shells for alarm in shell.alarms],
     }
 
 
-def metrics_text(shell: Shell[Node]) -> str:
-    jobs = shell.jobs
+def metrics_text(shells: Sequence[Shell[Node]]) -> str:
+    """Every sample carries the dp rank that it is of."""
     lines: list[str] = []
-    lines += labelled("pdplane_pages", "Pages of the pool by state.", "gauge", "state", _pages(shell))
-    for name, value in _numbers(shell).items():
-        lines += single(f"pdplane_{name}", f"Now: {_words(name)}.", "gauge", value)
-    for name in sorted({name for name, _ in shell.counts}):
-        by_label = {label: count for (of, label), count in shell.counts.items() if of == name}
-        lines += labelled(f"pdplane_{name}_total", f"Count of {_words(name)}.", "counter", "what", by_label)
-    lines += labelled("pdplane_finished_total", "Legs by how they ended.", "counter", "what", jobs.finished)
-    steps, lag_s = shell.running_engine.steps, shell.loop_lag_s
-    lines += single("pdplane_engine_steps_total", "Steps of the engine.", "counter", steps)
-    lines += single("pdplane_loop_lag_seconds", "How late the control loop last woke.", "gauge", lag_s)
-    lines += jobs.first_token.lines("pdplane_first_token_seconds", "Leg's arrival to its first token.")
-    lines += jobs.duration.lines("pdplane_leg_seconds", "Leg's arrival to its end.")
+    lines += family("pdplane_pages", "Pages of the pool by state.", "gauge", _labelled(shells, "state", pages))
+    for name in numbers(shells[0]):
+        values = _each(shells, lambda shell, name=name: numbers(shell)[name])  # type: ignore[misc]
+        lines += family(f"pdplane_{name}", f"Now: {_words(name)}.", "gauge", values)
+    for name in sorted({name for shell in shells for name, _ in shell.counts}):
+        rows = _labelled(shells, "what", lambda shell, name=name: _counted(shell, name))  # type: ignore[misc]
+        lines += family(f"pdplane_{name}_total", f"Count of {_words(name)}.", "counter", rows)
+    ends = _labelled(shells, "what", lambda shell: shell.jobs.finished)
+    lines += family("pdplane_finished_total", "Legs by how they ended.", "counter", ends)
+    steps = _each(shells, lambda shell: shell.running_engine.steps)
+    lines += family("pdplane_engine_steps_total", "Steps of the engine.", "counter", steps)
+    lag_s = _each(shells, lambda shell: shell.loop_lag_s)
+    lines += family("pdplane_loop_lag_seconds", "How late the control loop last woke.", "gauge", lag_s)
+    first = [(_dp(shell), shell.jobs.first_token) for shell in shells]
+    lines += Histogram.family("pdplane_first_token_seconds", "Leg's arrival to its first token.", first)
+    whole = [(_dp(shell), shell.jobs.duration) for shell in shells]
+    lines += Histogram.family("pdplane_leg_seconds", "Leg's arrival to its end.", whole)
     return "\n".join(lines) + "\n"
 
 
-def _pages(shell: Shell[Node]) -> dict[str, int]:
+def pages(shell: Shell[Node]) -> dict[str, int]:
+    """By state."""
     return {page.name.lower(): count for page, count in shell.node.ledger.counts.items()}
 
 
-def _numbers(shell: Shell[Node]) -> Mapping[str, int]:
+def numbers(shell: Shell[Node]) -> Mapping[str, int]:
     return {"jobs": len(shell.jobs), "in_engine": shell.running_engine.running, **shell.role_figures()}
+
+
+def _summed(of_each: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for one in of_each:
+        for name, value in one.items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def _dp(shell: Shell[Node]) -> dict[str, str]:
+    return {"dp": str(shell.parts.dp)}
+
+
+def _each(shells: Sequence[Shell[Node]], of: Callable[[Shell[Node]], float]) -> list[Row]:
+    return [(_dp(shell), of(shell)) for shell in shells]
+
+
+def _labelled(shells: Sequence[Shell[Node]], label: str, of: Callable[[Shell[Node]], Mapping[str, float]]) -> list[Row]:
+    return [({label: key, **_dp(shell)}, value) for shell in shells for key, value in sorted(of(shell).items())]
+
+
+def _counted(shell: Shell[Node], name: str) -> dict[str, float]:
+    return {label: count for (of, label), count in shell.counts.items() if of == name}
 
 
 def _words(name: str) -> str:

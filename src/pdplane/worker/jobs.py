@@ -14,7 +14,7 @@ from collections import Counter
 import msgspec
 
 from pdplane.core.errors import Cause
-from pdplane.core.frames import PromptId, Row
+from pdplane.core.frames import Row
 from pdplane.core.ids import Instance, Rid
 from pdplane.observe.prometheus import Histogram
 from pdplane.observe.records import LegRecord, RecordBook
@@ -35,7 +35,6 @@ class Job(msgspec.Struct):
     generation: Generation
     stream: Stream
     text: TextOptions
-    prompt: PromptId
     arrived: float
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -54,14 +53,14 @@ class Jobs(dict[Rid, Job]):
         self._loop = asyncio.get_running_loop()
         self._one_ended = asyncio.Event()
 
-    def open(self, generation: Generation, prompt: PromptId, stream: Stream) -> None:
+    def open(self, generation: Generation, stream: Stream) -> None:
         now = self._loop.time()
         options = TextOptions(
             stop=generation.stop,
             skip_special_tokens=generation.skip_special_tokens,
             include_stop_str=generation.include_stop_str,
         )
-        self[generation.rid] = Job(generation, stream, options, prompt, now)
+        self[generation.rid] = Job(generation, stream, options, now)
         self.records.open(
             LegRecord(
                 rid=generation.rid,
@@ -71,7 +70,7 @@ class Jobs(dict[Rid, Job]):
                 instance=self._instance,
                 started_unix_s=time.time(),
                 started=now,
-                prompt_tokens=prompt.tokens,
+                prompt_tokens=len(generation.prompt),
             )
         )
 

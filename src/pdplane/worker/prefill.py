@@ -1,100 +1,99 @@
-"""The prefill worker: it listens for decodes, computes prompts, and moves their pages as they fill."""
+"""One dp group of a prefill worker: it listens for decodes, computes prompts, and moves their pages as they fill."""
 
 from __future__ import annotations
 
-from pdplane.core.effects import (
-    AnswerRow,
-    CancelMoves,
-    CloseConn,
-    ConnectData,
-    Effect,
-    MovePages,
-    RunPrefill,
-    SendFrame,
-    Teardown,
-)
+import functools
+from typing import Any
+
+from pdplane.core.effects import AnswerRow, CloseConn, Effect, RunPrefill, SendFrame
 from pdplane.core.errors import Cause
-from pdplane.core.events import Computed, Event, LegArrived, LegRefused, MoveDone, Released, Sampled
-from pdplane.core.frames import PromptId
-from pdplane.core.ids import Rank, Rid, Room
+from pdplane.core.events import Computed, Event, FrameIn, LegArrived, LegRefused, Released, Sampled
+from pdplane.core.frames import Grant
+from pdplane.core.ids import Link, Rank, Rid, Room, Seat
+from pdplane.core.pages import Owner
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.session import Identity
-from pdplane.transport.contract import Endpoint, Pair
-from pdplane.transport.tcp_mover import TcpMover
+from pdplane.observe.grants import LinkRecord
 
 from .config import WorkerConfig
-from .control import ControlNet
+from .datapath import Movers
 from .engine import EngineRequest, Token
 from .engine_thread import Emission
+from .kinds import make_mover, usable
+from .paired import PairedShell
 from .service import Generation
-from .shell import Parts, Shell
+from .shell import Parts
 
 
-class PrefillShell(Shell[PrefillNode]):
+class PrefillShell(PairedShell[PrefillNode]):
     role = "prefill"
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
         super().__init__(parts)
-        self.default_bootstrap_port = config.bootstrap_port
-        me = Identity(instance=parts.instance, rank=Rank(), stamp=parts.stamp, secret=config.secret)
-        self.node = PrefillNode(me, config.limits(parts.pool.pages))
-        self._control = ControlNet(self.post, self.count)
-        self.mover = TcpMover(parts.instance, parts.pool, lambda move, error: self.post_soon(MoveDone(move, error)))
+        make = functools.partial(make_mover, config)
+        self.movers = Movers(parts.instance, parts.dp, parts.pools, usable(config), make, self.post_soon)
+        me = Identity(
+            instance=parts.instance,
+            stamp=parts.stamp,
+            secret=config.secret,
+            shape=config.shape,
+            dp=parts.dp,
+            data=self.movers.offers,
+        )
+        self.node = PrefillNode(me, config.limits(parts.pages))
 
-    async def listen(self, host: str, port: int) -> int:
-        """The port of the control sessions. Raises OSError where it is taken."""
-        return await self._control.listen(host, port)
+    async def listen(self, host: str, port: int, tp: int) -> int:
+        """The port of the control sessions of one of our ranks. Raises OSError where it is taken."""
+        return await self.control.listen(host, port, Rank(dp=self.parts.dp, tp=tp))
 
     async def stop(self) -> None:
         await super().stop()
-        await self._control.stop()
-        self.mover.close()
+        self.movers.close()
 
     def leg_refused(self, room: Room, cause: Cause) -> None:
         self.post(LegRefused(room=room, cause=cause))
 
-    def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
+    def _arrival(self, generation: Generation, deadline: float) -> Event:
         assert generation.room is not None
         return LegArrived(
             rid=generation.rid,
             room=generation.room,
-            prompt=prompt,
+            prompt=generation.prompt_id,
             max_new=generation.sampling.max_tokens,
             deadline=deadline,
+            priority=generation.priority,
+            page_keys=generation.page_keys,
         )
 
     def _do_role(self, effect: Effect) -> None:
         match effect:
             case SendFrame(conn, frame):
-                self._control.send(conn, frame)
+                self._send(conn, frame)
             case CloseConn(conn):
-                self._control.close(conn)
-            case MovePages(move, grant, peer, src, dst):
-                self.mover.move(move, grant, peer, [Pair(s, d) for s, d in zip(src, dst, strict=True)])
-            case CancelMoves(grant, peer):
-                self.mover.cancel(grant, peer)
-            case ConnectData(peer, host, port, token):
-                self.mover.connect(peer, Endpoint(host, port), token)
-            case Teardown(peer):
-                self.mover.teardown(peer)
+                self._close(conn)
             case RunPrefill():
                 self._run(effect)
             case AnswerRow(rid, row):
                 if job := self.jobs.get(rid):
                     self.jobs.push_row(job, row, row.finish_reason or "length")
             case _:
-                raise AssertionError(effect)
+                told = self.movers.do(effect)
+                assert told is not None, effect
+                for event in told:
+                    self.post(event)
 
     def _run(self, effect: RunPrefill) -> None:
         job = self.jobs.get(effect.rid)
         if job is None:
             self.never_ran(effect.rid)
             return
+        job.cached_tokens = effect.cached_tokens
         request = EngineRequest(
             rid=effect.rid,
             prompt=job.generation.prompt,
             sampling=job.generation.sampling,
             pages=list(effect.pages),
+            computed=effect.cached_tokens,
             prefill_only=True,
         )
         self.run(request, job)
@@ -104,9 +103,28 @@ class PrefillShell(Shell[PrefillNode]):
         if emission.computed:
             self.post(Computed(rid=rid, tokens=emission.computed))
         if emission.tokens and emission.finish not in ("abort", "error"):
-            self.post(sampled(rid, emission.tokens[0], emission.ended))
+            job = self.jobs.get(rid)
+            self.post(sampled(rid, emission.tokens[0], emission.ended, job.cached_tokens if job else 0))
         if emission.released:
             self.post(Released(rid=rid, error=emission.error))
+
+    def _heard(self, event: Event) -> None:
+        if isinstance(event, FrameIn) and isinstance(event.frame, Grant):
+            self._note_grant(event.frame)
+        super()._heard(event)
+
+    def _note_grant(self, grant: Grant) -> None:
+        """For the record only: the core judges it."""
+        record = self.grants.granted(grant.room, grant.src, grant.grant, len(grant.pages))
+        for ours, theirs in grant.links or ((Rank(dp=self.parts.dp), grant.rank),):
+            link = Link(ours, Seat(grant.src, theirs))
+            record.links[link] = LinkRecord(str(ours), str(link.there), self.movers.kind_of(link))
+
+    def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
+        told = super()._quarantine(owner, pages)
+        record = self.jobs.records.get(Rid(owner))
+        room = record.room if record else None
+        return {**told, "rid": owner, "room": room, "grants": self.grants_of(room)}
 
     def role_figures(self) -> dict[str, int]:
         node = self.node
@@ -119,5 +137,12 @@ class PrefillShell(Shell[PrefillNode]):
         }
 
 
-def sampled(rid: Rid, token: Token, ended: str | None) -> Sampled:
-    return Sampled(rid=rid, token=token.id, logprob=token.logprob, top_logprobs=token.top, ended=ended)
+def sampled(rid: Rid, token: Token, ended: str | None, cached_tokens: int) -> Sampled:
+    return Sampled(
+        rid=rid,
+        token=token.id,
+        logprob=token.logprob,
+        top_logprobs=token.top,
+        cached_tokens=cached_tokens,
+        ended=ended,
+    )

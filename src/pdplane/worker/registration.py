@@ -1,63 +1,206 @@
-"""Prefill's entry in its registry: an embedded one by default, or one that runs apart."""
+"""Prefill's entry in its registry, an embedded one by default or one that runs apart: all ranks of all its dp groups,
+and which group took which room where a room's number does not say."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import cast
 
-from pdplane.registry.client import RegistryClient, RegistryError
+from pdplane.core.ids import Rank, Room, Shape
+from pdplane.core.topology import ranks_of
+from pdplane.registry.client import (
+    NotOurRegistry,
+    RegistryClient,
+    RegistryError,
+    RegistryRefused,
+    RegistryUnavailable,
+)
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.settings import BadSetting
 from pdplane.wire.address import dialable, url_of
-from pdplane.wire.registry import PrefillRegistration, one_rank
+from pdplane.wire.registry import FOLLOW_ROOM, Policy, PrefillRegistration, registration_of
 
 from .background import task
 from .config import WorkerConfig
-from .prefill import PrefillShell
 
 log = logging.getLogger(__name__)
 
 REGISTER_EVERY_S = 5.0
+SILENT_ROUNDS = 3  # of registering, after which a registry that runs apart drops our ranks
+RETRY_S = 0.2
+ROOM_PATIENCE_S = 60.0
+MAX_ROOMS_PER_CALL = 4096
+MAX_CONCURRENT_POSTS = 8
 
 
 @contextlib.asynccontextmanager
-async def registered(config: WorkerConfig, shell: PrefillShell, control_port: int) -> AsyncIterator[int]:
-    """Registers now and again (a registry may restart), and leaves in the end. Yields the embedded registry's port,
-    or 0. Raises BadSetting where its port is taken."""
+async def registered(
+    config: WorkerConfig,
+    *,
+    instance: str,
+    page_size: int,
+    kv_dtype: str,
+    control_ports: Mapping[Rank, int],
+    shape: Shape,
+    policy: str = "early",
+    load_balance_method: str = FOLLOW_ROOM,
+    waits_for: Callable[[str], None] = lambda _what: None,
+    token: str = "",
+) -> AsyncIterator[Registered]:
+    """Registers every rank of `shape`, at a registry apart now and again (it may restart), and leaves in the end.
+
+    control_ports: of every rank; one without heads may share another's. instance: of the process, not of a dp group.
+    waits_for: told what readiness waits for, "" once registered. After the first time the registry may be away (decodes
+    that have met this prefill need none); that it refuses us is said again. Raises BadSetting where its port is taken.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        url, port = config.registry, 0
-        if not url:
-            server = await stack.enter_async_context(_embedded(config))
-            port = shell.default_bootstrap_port = server.port
-            url = url_of(config.host, port)
-        client = await stack.enter_async_context(RegistryClient(url))
-        registration = registration_of(config, shell, control_port)
-        if port:
-            await client.register(registration)
+        token = token or ("" if config.registry else secrets.token_hex(16))  # nobody else registers at ours
+        server = None if config.registry else await stack.enter_async_context(_embedded(config, token))
+        url = config.registry if server is None else url_of(config.host, server.port)
+        client = await stack.enter_async_context(RegistryClient(url, token=token))
+        group = [
+            registration_of(
+                rank,
+                shape,
+                dialable(config.peer_host),
+                control_ports[rank],
+                page_size=page_size,
+                kv_cache_dtype=kv_dtype,
+                load_balance_method=load_balance_method,
+                prefill_http_port=config.port or None,
+                decode_allocation_policy=cast(Policy, policy),
+                pd_instance=instance,
+                pd_ttl_s=REGISTER_EVERY_S * SILENT_ROUNDS if server is None else None,  # an embedded one ends with us
+            )
+            for rank in ranks_of(shape)
+        ]
+        entry = Registered(client, group, server, waits_for)
+        stack.push_async_callback(_leave, client, instance)
+        if server is not None:
+            await entry.register()
+            waits_for("")
         else:
-            shell.waits_for = f"its registration at {url}"
-        stack.enter_context(task(_keep_registered(client, registration, shell)))
-        yield port
-        with contextlib.suppress(RegistryError):
-            await client.deregister(shell.instance)
+            waits_for(f"its registration at {url}")
+            stack.enter_context(task(entry.keep_registered()))
+            stack.enter_context(task(entry.keep_telling()))
+        yield entry
 
 
-def registration_of(config: WorkerConfig, shell: PrefillShell, control_port: int) -> PrefillRegistration:
-    return one_rank(
-        dialable(config.peer_host),
-        control_port,
-        page_size=shell.model.page_size,
-        kv_cache_dtype=shell.model.kv_dtype,
-        prefill_http_port=config.port or None,
-        pd_instance=shell.instance,
-    )
+class Registered:
+    """`bootstrap_port`: the embedded registry's; 0 where it runs apart."""
+
+    def __init__(
+        self,
+        client: RegistryClient,
+        group: list[PrefillRegistration],
+        embedded: RegistryServer | None,
+        waits_for: Callable[[str], None],
+    ) -> None:
+        self.bootstrap_port = embedded.port if embedded else 0
+        self._client = client
+        self._group = group
+        self._embedded = embedded
+        self._waits_for = waits_for
+        self._taken: dict[Room, tuple[int, float]] = {}  # room -> (dp rank, when it is too late to tell)
+        self._some_taken = asyncio.Event()
+        self._batches = True
+
+    def register_dp_rank(self, room: Room, dp_rank: int) -> None:
+        """The embedded registry knows at once; one apart is told soon, many rooms in a call, and again if need be."""
+        if self._embedded is not None:
+            self._embedded.take_room(room, dp_rank)
+            return
+        self._taken[room] = (dp_rank, asyncio.get_running_loop().time() + ROOM_PATIENCE_S)
+        self._some_taken.set()
+
+    async def register(self) -> None:
+        """Every rank, once. Raises RegistryError, the first of them."""
+        turns = asyncio.Semaphore(MAX_CONCURRENT_POSTS)
+
+        async def put(rank: PrefillRegistration) -> None:
+            async with turns:
+                await self._client.register(rank)
+
+        outcomes = await asyncio.gather(*(put(rank) for rank in self._group), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def keep_registered(self) -> None:
+        said = ""
+        while True:
+            try:
+                await self.register()
+                self._waits_for("")
+                said = ""
+            except RegistryError as error:
+                if str(error) != said:
+                    log.warning("not registered: %s", error)
+                said = str(error)
+                if isinstance(error, RegistryRefused):  # waiting alone will not help, and decodes must not come
+                    self._waits_for(said)
+            await asyncio.sleep(REGISTER_EVERY_S)
+
+    async def keep_telling(self) -> None:
+        """Off every request's way: decode asks until it hears, and has patience for much longer than a call takes."""
+        while True:
+            await self._some_taken.wait()
+            self._some_taken.clear()
+            taken, self._taken = self._taken, {}
+            try:
+                await self._tell({room: dp_rank for room, (dp_rank, _) in taken.items()})
+            except RegistryUnavailable as error:
+                log.warning("%d rooms not registered yet: %s", len(taken), error)
+                now = asyncio.get_running_loop().time()
+                self._taken = {room: told for room, told in taken.items() if told[1] > now} | self._taken
+                await asyncio.sleep(RETRY_S)
+                if self._taken:
+                    self._some_taken.set()
+            except RegistryError as error:
+                log.error("of %d rooms not all are registered: %s", len(taken), error)
+
+    async def _tell(self, taken: dict[Room, int]) -> None:
+        rooms = list(taken)
+        for start in range(0, len(rooms), MAX_ROOMS_PER_CALL):
+            part = {room: taken[room] for room in rooms[start : start + MAX_ROOMS_PER_CALL]}
+            if not (self._batches and await self._tell_at_once(part)):
+                await self._tell_one_by_one(part)
+
+    async def _tell_at_once(self, taken: dict[Room, int]) -> bool:
+        """False where the registry takes no batch (SGLang's), or not this one: one of its rooms, perhaps."""
+        try:
+            await self._client.register_dp_ranks(taken)
+        except RegistryRefused as refused:
+            self._batches = not isinstance(refused, NotOurRegistry)
+            return False
+        return True
+
+    async def _tell_one_by_one(self, taken: dict[Room, int]) -> None:
+        """As SGLang's registry wants it."""
+        turns = asyncio.Semaphore(MAX_CONCURRENT_POSTS)
+
+        async def post(room: Room, dp_rank: int) -> None:
+            async with turns:
+                await self._client.register_dp_rank(room, dp_rank)
+
+        outcomes = await asyncio.gather(*(post(*each) for each in taken.items()), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+async def _leave(client: RegistryClient, instance: str) -> None:
+    with contextlib.suppress(RegistryError):
+        await client.deregister(instance)
 
 
 @contextlib.asynccontextmanager
-async def _embedded(config: WorkerConfig) -> AsyncIterator[RegistryServer]:
-    server = RegistryServer(RegistryConfig(host=config.host, port=config.bootstrap_port))
+async def _embedded(config: WorkerConfig, token: str) -> AsyncIterator[RegistryServer]:
+    server = RegistryServer(RegistryConfig(host=config.host, port=config.bootstrap_port, write_token=token))
     try:
         await server.start()
     except BadSetting as error:
@@ -66,17 +209,3 @@ async def _embedded(config: WorkerConfig) -> AsyncIterator[RegistryServer]:
         yield server
     finally:
         await server.stop()
-
-
-async def _keep_registered(client: RegistryClient, registration: PrefillRegistration, shell: PrefillShell) -> None:
-    """Not ready before the first time; after it, decodes that have met this prefill need no registry."""
-    reachable = True
-    while True:
-        try:
-            await client.register(registration)
-            shell.waits_for, reachable = "", True
-        except RegistryError as error:
-            if reachable:
-                log.warning("not registered: %s", error)
-            reachable = False
-        await asyncio.sleep(REGISTER_EVERY_S)

@@ -7,13 +7,15 @@ import contextlib
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import uvicorn
 
-from pdplane.core.ids import Instance
+from pdplane.core.ids import Instance, Rank, Shape
 from pdplane.core.layout import PROTOCOL_VERSION, Stamp
+from pdplane.core.slices import shard_bytes
 from pdplane.settings import BadSetting, flag_of
 from pdplane.transport.pool import PagePool
 from pdplane.wire.address import url_of
@@ -24,9 +26,9 @@ from .config import WorkerConfig
 from .decode import DecodeShell
 from .engine import Engine, ModelSpec, Tokenizer
 from .engine_thread import EngineThread
+from .group import AggregatedGroup, AnyGroup, DecodeGroup, PrefillGroup
 from .http.app import build_app
 from .http.connection import BoundedHttp
-from .lookup import POLICY
 from .prefill import PrefillShell
 from .registration import registered
 from .shell import Parts
@@ -39,43 +41,64 @@ MIB = 1024 * 1024
 KEEP_ALIVE_S = 120
 
 
+@runtime_checkable
+class Shared(Protocol):
+    """An engine whose weights serve several dp groups."""
+
+    def sibling(self) -> Engine:
+        """Another engine over the same weights, for pools of its own."""
+        ...
+
+
 async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
-    """Runs a worker until SIGINT or SIGTERM. `load` makes the engine, off the loop. Raises BadSetting."""
+    """Runs a worker until SIGINT, SIGTERM, or the end of a drain. `load` makes the engine, off the loop. Raises
+    BadSetting."""
     http = bind(config.host, config.port, "port")
     stop = asyncio.Event()
     with contextlib.closing(http), _on_signals(stop.set):
         engine, tokenizer = await asyncio.get_running_loop().run_in_executor(None, load, config)
-        async with running(config, engine, tokenizer, http) as (shell, ports):
-            say(_ready_line(config, shell, ports))
-            await stop.wait()
-            await _drain(config, shell, say)
+        async with running(config, engines_of(engine, config.dp), tokenizer, http) as (group, ports):
+            say(_ready_line(config, group, ports))
+            await _until_asked(group, stop, say)
+            await _drain(config, group, say)
 
 
 @contextlib.asynccontextmanager
 async def running(
-    config: WorkerConfig, engine: Engine, tokenizer: Tokenizer, http: socket.socket
-) -> AsyncIterator[tuple[AnyShell, dict[str, int]]]:
-    """A worker in service; on leaving, everything is closed in the reverse order."""
+    config: WorkerConfig, engines: Sequence[Engine], tokenizer: Tokenizer, http: socket.socket
+) -> AsyncIterator[tuple[AnyGroup, dict[str, int]]]:
+    """A worker in service, one dp group for each engine; on leaving, everything is closed in the reverse order. The
+    ports are those of HTTP, of the first rank's control sessions or tcp data, and of the embedded registry."""
     async with contextlib.AsyncExitStack() as stack:
-        model = engine.model
+        model = engines[0].model
         if config.served_model_name:
             model = msgspec.structs.replace(model, name=config.served_model_name)
-        pool = make_pool(config, model)
-        engine.attach(pool.memory, pool.pages)
-        shell = _shell(config, model, pool, tokenizer)
-        shell.engine = EngineThread(engine, tokenizer, shell.emissions)
-        stack.callback(_stop_engine, shell.engine)
-        ports = {"http": int(http.getsockname()[1])}
-        stack.push_async_callback(shell.stop)
-        if isinstance(shell, PrefillShell):
-            ports["control"] = await _listen(shell, config)
-            ports["bootstrap"] = await stack.enter_async_context(registered(config, shell, ports["control"]))
-        elif isinstance(shell, DecodeShell):
-            ports["data"] = shell.landing.endpoint.port
-        shell.engine.start()
-        stack.enter_context(task(shell.keep_house()))
-        await stack.enter_async_context(_http(shell, config, http))
-        yield shell, ports
+        process = Instance(secrets.token_hex(8))
+        shells = []
+        for dp, engine in enumerate(engines):
+            parts = _parts(config, process, dp, model, tokenizer)
+            stack.callback(_close_pools, parts)
+            shell = _shell(config, parts)
+            stack.push_async_callback(shell.stop)
+            _give_engine(shell, engine)
+            stack.callback(_stop_engine, shell.running_engine)
+            shells.append(shell)
+        group = _group(config, process, shells)
+        ports = {"http": int(http.getsockname()[1]), **await _take_ports(stack, config, group)}
+        for shell in shells:
+            shell.running_engine.start()
+            stack.enter_context(task(shell.keep_house()))
+        await stack.enter_async_context(_http(group, config, http))
+        yield group, ports
+
+
+def engines_of(engine: Engine, count: int) -> list[Engine]:
+    """One engine for each dp group. Raises BadSetting where this engine cannot be had more than once."""
+    if count == 1:
+        return [engine]
+    if not isinstance(engine, Shared):
+        raise BadSetting(f"--dp {count}: this engine cannot share its weights; give --dp 1 and start more workers")
+    return [engine, *(engine.sibling() for _ in range(count - 1))]
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:
@@ -94,21 +117,23 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
     return sock
 
 
-def make_pool(config: WorkerConfig, model: ModelSpec) -> PagePool:
-    """Raises BadSetting where the memory does not hold a useful pool."""
-    pages = config.pool_mb * MIB // model.page_bytes
+def make_pools(config: WorkerConfig, model: ModelSpec) -> tuple[tuple[PagePool | None, ...], int]:
+    """(a pool for each tensor parallel rank, the pages of each). Raises BadSetting where the memory does not hold
+    useful pools."""
+    shards = [shard_bytes(model.groups, model.page_size, rank, config.tp) for rank in range(config.tp)]
+    pages = config.pool_mb * MIB // sum(shards)
     if pages < 2:
-        need = 2 * model.page_bytes / MIB
+        need = 2 * sum(shards) / MIB
         raise BadSetting(
-            f"--pool-mb {config.pool_mb} holds {pages} pages of {model.page_bytes} bytes: needs {need:.0f} MiB or more"
+            f"--pool-mb {config.pool_mb} holds {pages} pages of {sum(shards)} bytes: needs {need:.0f} MiB or more"
         )
     try:
-        return PagePool(pages, model.page_bytes)
+        return tuple(PagePool(pages, size) if size else None for size in shards), pages
     except OSError as error:
-        raise BadSetting(f"--pool-mb {config.pool_mb}: the pool cannot be had: {error}; give less") from None
+        raise BadSetting(f"--pool-mb {config.pool_mb}: the pools cannot be had: {error}; give less") from None
 
 
-def stamp_of(model: ModelSpec) -> Stamp:
+def stamp_of(model: ModelSpec, policy: str) -> Stamp:
     return Stamp(
         model=model.name,
         weights=model.weights,
@@ -117,40 +142,87 @@ def stamp_of(model: ModelSpec) -> Stamp:
         page_bytes=model.page_bytes,
         kv_dtype=model.kv_dtype,
         groups=model.groups,
-        policy=POLICY,
-        protocol=PROTOCOL_VERSION,
+        policy=policy,
+        protocol_max=PROTOCOL_VERSION,
     )
 
 
-def _shell(config: WorkerConfig, model: ModelSpec, pool: PagePool, tokenizer: Tokenizer) -> AnyShell:
-    parts = Parts(Instance(secrets.token_hex(8)), model, stamp_of(model), pool, tokenizer)
-    try:
-        if config.role == "prefill":
-            return PrefillShell(config, parts)
-        if config.role == "decode":
-            return DecodeShell(config, parts)
-        return AggregatedShell(config, parts)
-    except OSError as error:
-        raise BadSetting(
-            f"cannot listen on {config.host}:{config.data_port} for pages: {error}; choose another --data-port"
-        ) from None
+def _parts(config: WorkerConfig, process: Instance, dp: int, model: ModelSpec, tokenizer: Tokenizer) -> Parts:
+    instance = process if config.dp == 1 else Instance(f"{process}.{dp}")
+    pools, pages = make_pools(config, model)
+    return Parts(instance, dp, model, stamp_of(model, config.decode_allocation_policy), pools, pages, tokenizer)
 
 
-async def _listen(shell: PrefillShell, config: WorkerConfig) -> int:
+def _shell(config: WorkerConfig, parts: Parts) -> AnyShell:
+    """Raises BadSetting."""
+    if config.role == "prefill":
+        return PrefillShell(config, parts)
+    if config.role == "decode":
+        return DecodeShell(config, parts)
+    return AggregatedShell(config, parts)
+
+
+def _give_engine(shell: AnyShell, engine: Engine) -> None:
+    pools = [pool.memory if pool else None for pool in shell.parts.pools]
+    engine.attach(pools, shell.parts.pages)
+    shell.engine = EngineThread(engine, shell.parts.tokenizer, shell.emissions, pools=pools)
+
+
+def _group(config: WorkerConfig, process: Instance, shells: Sequence[AnyShell]) -> AnyGroup:
+    if config.role == "prefill":
+        return PrefillGroup(config, process, [shell for shell in shells if isinstance(shell, PrefillShell)])
+    if config.role == "decode":
+        return DecodeGroup(config, process, [shell for shell in shells if isinstance(shell, DecodeShell)])
+    return AggregatedGroup(config, process, [shell for shell in shells if isinstance(shell, AggregatedShell)])
+
+
+async def _take_ports(stack: contextlib.AsyncExitStack, config: WorkerConfig, group: AnyGroup) -> dict[str, int]:
+    if isinstance(group, DecodeGroup):
+        tcp = [port for shell in group.shells for port in shell.landings.tcp_ports]
+        return {"data": tcp[0]} if tcp else {}
+    if not isinstance(group, PrefillGroup):
+        return {}
+    control = {
+        Rank(dp=dp, tp=tp): await _listen(shell, config, tp)
+        for dp, shell in enumerate(group.shells)
+        for tp in range(config.tp)
+    }
+    entry = await stack.enter_async_context(
+        registered(
+            config,
+            instance=group.process,
+            page_size=group.model.page_size,
+            kv_dtype=group.model.kv_dtype,
+            control_ports=control,
+            shape=config.shape,
+            policy=config.decode_allocation_policy,
+            load_balance_method=config.load_balance_method,
+            waits_for=group.wait_for,
+            token=config.registry_token or config.secret,
+        )
+    )
+    group.tell_rank = entry.register_dp_rank
+    if entry.bootstrap_port:
+        group.default_bootstrap_port = entry.bootstrap_port
+    return {"control": control[Rank()], "bootstrap": entry.bootstrap_port}
+
+
+async def _listen(shell: PrefillShell, config: WorkerConfig, tp: int) -> int:
+    """Where a port is given, ranks count up from it."""
+    port = config.control_port and config.control_port + shell.parts.dp * config.tp + tp
     try:
-        return await shell.listen(config.host, config.control_port)
+        return await shell.listen(config.host, port, tp)
     except (OSError, OverflowError) as error:
         raise BadSetting(
-            f"cannot listen on {config.host}:{config.control_port} for control sessions: {error}; "
-            "choose another --control-port"
+            f"cannot listen on {config.host}:{port} for control sessions: {error}; choose another --control-port"
         ) from None
 
 
 @contextlib.asynccontextmanager
-async def _http(shell: AnyShell, config: WorkerConfig, sock: socket.socket) -> AsyncIterator[None]:
+async def _http(group: AnyGroup, config: WorkerConfig, sock: socket.socket) -> AsyncIterator[None]:
     server = _Uvicorn(
         uvicorn.Config(
-            build_app(shell, config),
+            build_app(group, config),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -179,18 +251,50 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _drain(config: WorkerConfig, shell: AnyShell, say: Say) -> None:
+async def _until_asked(group: AnyGroup, stop: asyncio.Event, say: Say) -> None:
+    """Returns on a signal, or when a drain that was asked for has ended: what runs has its own deadlines."""
+    loop = asyncio.get_running_loop()
+    signalled, drained = loop.create_task(stop.wait()), loop.create_task(_drained(group, say))
+    try:
+        await asyncio.wait((signalled, drained), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        signalled.cancel()
+        drained.cancel()
+
+
+async def _drained(group: AnyGroup, say: Say) -> None:
+    await group.asked_to_drain.wait()
+    say(f"{group.role}: draining ({group.draining}), {len(group.jobs)} requests may finish")
+    await group.all_ended()
+
+
+async def _drain(config: WorkerConfig, group: AnyGroup, say: Say) -> None:
     """No new rooms; what runs may finish; what is left then is said and cut with an explicit error."""
-    shell.drain(f"the {config.role} worker is stopping")
-    if shell.jobs:
-        say(f"{config.role}: stopping, {len(shell.jobs)} requests may finish within {config.shutdown_s:g} s")
+    group.drain(f"the {config.role} worker is stopping")
+    if group.jobs:
+        say(f"{config.role}: stopping, {len(group.jobs)} requests may finish within {config.shutdown_s:g} s")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(config.shutdown_s):
-            await shell.jobs.all_ended()
-    if shell.jobs:
-        say(f"{config.role}: {len(shell.jobs)} requests cut: {', '.join(shell.jobs)}")
-        shell.cut("the worker stopped before the request had ended")
+            await group.all_ended()
+    if group.jobs:
+        say(f"{config.role}: {len(group.jobs)} requests cut: {', '.join(group.jobs)}")
+        group.cut("the worker stopped before the request had ended")
         await asyncio.sleep(0.1)
+    say(f"{config.role}: {_left(group)}")
+
+
+def _left(group: AnyGroup) -> str:
+    """Pages that somebody still holds when the process goes, the prefix cache aside."""
+    pages = group.figures()["pages"]
+    held = [f"{count} pages {state}" for state, count in pages.items() if count and state not in ("free", "cached")]
+    return f"left: {', '.join(held)}" if held else "nothing is left"
+
+
+def _close_pools(parts: Parts) -> None:
+    for pool in parts.pools:
+        with contextlib.suppress(BufferError):  # an engine that keeps views of its own has it until it is gone itself
+            if pool is not None:
+                pool.close()
 
 
 def _stop_engine(engine: EngineThread) -> None:
@@ -210,8 +314,9 @@ def _on_signals(call: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _ready_line(config: WorkerConfig, shell: AnyShell, ports: dict[str, int]) -> str:
-    where = ", ".join(f"{name} port {port}" for name, port in ports.items() if name != "http")
-    room = f"{shell.pool.pages} pages of {shell.model.page_size} tokens"
+def _ready_line(config: WorkerConfig, group: AnyGroup, ports: dict[str, int]) -> str:
+    where = ", ".join(f"{name} port {port}" for name, port in ports.items() if name != "http" and port)
+    size = "" if config.shape == Shape() else f"{config.dp} dp groups of {config.tp} tp ranks, each with "
+    room = f"{size}{group.shells[0].parts.pages} pages of {group.model.page_size} tokens"
     tail = f" ({where})" if where else ""
-    return f"{config.role} ready at {url_of(config.host, ports['http'])}{tail}, {shell.model_name}, {room}"
+    return f"{config.role} ready at {url_of(config.host, ports['http'])}{tail}, {group.model_name}, {room}"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pdplane.core.errors import Cause, Refused
+from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid, Room
 
 from .engine import Sampling, Token, Tokenizer
@@ -21,19 +22,26 @@ from .engine import Sampling, Token, Tokenizer
 class Generation(msgspec.Struct, kw_only=True):
     """One sample of one prompt, validated. `room` and the bootstrap address only on the legs of a pair.
 
-    `index` is its place in a batch, for messages. `deadline_s` is time left from now.
+    `index` is its place in a batch, for messages. `deadline_s` is time left from now. `dp_rank`: the data parallel rank
+    of this worker that the request names; `prefill_dp_rank`: that of the prefill (decode legs only); both only where
+    named. `page_keys`: of the prompt's full pages, where the service wants them.
     """
 
     rid: Rid
     request_id: str
     prompt: list[int]
+    prompt_id: PromptId
     sampling: Sampling
     stop: tuple[str, ...] = ()
     room: Room | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+    priority: int = 0
     bootstrap_host: str = ""
     bootstrap_port: int | None = None
     deadline_s: float = 300.0
     index: int = 0
+    page_keys: tuple[bytes, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str: bool = False
 
@@ -111,7 +119,9 @@ class Service(Protocol):
     context_len: int
     vocab_size: int
     max_prompt_tokens: int  # what this worker's pool can hold of one prompt
+    key_page_size: int  # tokens per page of which it wants keys; 0: it wants none
     default_bootstrap_port: int | None
+    policy: str  # decode allocation policy
 
     def submit(self, batch: Sequence[Generation]) -> list[Stream]:
         """All of the batch or none: raises Refused (400 over a limit, 409 duplicate room, 429 busy, 503 draining)."""
@@ -122,6 +132,14 @@ class Service(Protocol):
         ...
 
     def abort_all(self) -> int: ...
+
+    def drain(self, reason: str) -> None:
+        """No new requests from now on; what runs finishes. Readiness says so at once. Idempotent."""
+
+    def release(self, instance: str, grant: int) -> int:
+        """An operator gives back the quarantined pages of this grant of this (decode) instance without a proof: how
+        many pages are free again, 0 where there is nothing quarantined under it. Logged as unproven."""
+        ...
 
     def record(self, key: str) -> dict[str, Any] | None:
         """The request record by rid, request id or room; None where unknown."""

@@ -1,4 +1,5 @@
-"""What the three roles' shells share: they carry out the core's effects and feed back what happened.
+"""What the three roles' shells share: they carry out the core's effects and feed back what happened. One shell is one
+data parallel group: a core node, a ledger, an engine loop, and a pool for each tensor parallel rank.
 
 Everything here runs on the loop's thread. The engine and the transport have threads of their own; what they report hops
 here first. Events are taken one by one: an effect that yields an event at once (a fence that closes on the spot) queues
@@ -17,36 +18,50 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pdplane.core.effects import AbortEngine, Alarm, AnswerFailed, Count, Effect, ExtendPages, Note
+from pdplane.core.effects import (
+    AbortEngine,
+    Alarm,
+    AnswerFailed,
+    Count,
+    Effect,
+    ExtendPages,
+    FinishEngine,
+    Note,
+    RestoreEngine,
+    RetractEngine,
+    SessionRefused,
+)
 from pdplane.core.errors import Cause, Refused, aborted, unavailable
-from pdplane.core.events import Cancel, Computed, Drain, Event, Released, Tick
-from pdplane.core.frames import PromptId
-from pdplane.core.ids import Instance, Rid
+from pdplane.core.events import Cancel, Computed, Drain, Event, Released, Retracted, Tick
+from pdplane.core.ids import Instance, Rid, Room
 from pdplane.core.layout import Stamp
 from pdplane.core.node import Node
-from pdplane.core.pages import Page
+from pdplane.core.pages import Owner, Page
 from pdplane.observe.records import LegRecord, describe
 from pdplane.transport.pool import PagePool
 
-from . import facts
 from .engine import EngineRequest, ModelSpec, Token, Tokenizer
 from .engine_thread import Emission, EngineThread
 from .jobs import Job, Jobs
-from .prompt import prompt_id
 from .service import Generation, Stream
 
 log = logging.getLogger(__name__)
+
+MOST_REFUSED = 16
 
 N = TypeVar("N", bound=Node, covariant=True)
 
 
 class Parts(NamedTuple):
-    """What a shell is built around."""
+    """What a shell is built around. `pools`: one per tensor parallel rank, each of `pages` pages; None for a rank that
+    holds nothing."""
 
     instance: Instance
+    dp: int
     model: ModelSpec
     stamp: Stamp
-    pool: PagePool
+    pools: tuple[PagePool | None, ...]
+    pages: int
     tokenizer: Tokenizer
 
 
@@ -57,25 +72,17 @@ class Shell(Generic[N]):
     node: N
 
     def __init__(self, parts: Parts) -> None:
-        instance, model, stamp, pool, tokenizer = parts
-        self.instance = instance
-        self.model = model
-        self.model_name = model.name
-        self.stamp = stamp
-        self.pool = pool
-        self.tokenizer = tokenizer
-        self.context_len = model.context_len
-        self.vocab_size = model.vocab_size
-        self.max_prompt_tokens = min(model.context_len - 1, pool.pages * model.page_size)
-        self.default_bootstrap_port: int | None = None
+        self.parts = parts
+        self.instance = parts.instance
+        self.model = parts.model
         self.engine: EngineThread | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.jobs = Jobs(self.role, instance, model, tokenizer)
+        self.jobs = Jobs(self.role, parts.instance, parts.model, parts.tokenizer)
         self._in_engine: set[Rid] = set()
         self.loop_lag_s = 0.0
         self.alarms: deque[str] = deque(maxlen=100)
+        self.refused: dict[Instance, Cause] = {}  # whose sessions do not come about, and why
         self.broken = ""
-        self.waits_for = ""  # what it needs before it can serve
         self._faults: list[str] = []  # of the last audit
         self._stopped = False
         self._stopping: asyncio.Task[None] | None = None
@@ -140,14 +147,32 @@ class Shell(Generic[N]):
                 self.jobs.fail(rid, cause)
             case ExtendPages(rid, pages):
                 self.running_engine.extend(rid, pages)
+            case RetractEngine(rid, pages):
+                self.running_engine.retract(rid, pages)
+            case RestoreEngine(rid, pages):
+                self.running_engine.restore(rid, pages)
+            case FinishEngine(rid):
+                self.running_engine.finish(rid)
             case AbortEngine(rid):
                 self.running_engine.abort(rid)
+            case SessionRefused(peer, cause):
+                self.counts["session_refused", cause.code] += 1
+                if self.refused.get(peer) != cause:  # said once, however often it is tried
+                    log.warning("session with %s refused: %s", peer or "a stranger", cause)
+                self._note_refused(peer, cause)
             case Alarm(text):
                 self.alarms.append(text)
                 self.counts["alarm", ""] += 1
                 log.error("%s", text)
             case _:
                 self._do_role(effect)
+
+    def _note_refused(self, peer: Instance, cause: Cause) -> None:
+        """The last few, one per peer."""
+        self.refused.pop(peer, None)
+        self.refused[peer] = cause
+        if len(self.refused) > MOST_REFUSED:
+            del self.refused[next(iter(self.refused))]
 
     def count(self, name: str) -> None:
         self.counts[name, ""] += 1
@@ -173,39 +198,37 @@ class Shell(Generic[N]):
         self._timer, self._timer_due = None, float("inf")
         self.post(Tick())
 
-    # --- the edge's calls (Service) -------------------------------------------------------------------------------
+    # --- the edge's calls, by way of the group ----------------------------------------------------------------------
 
-    def submit(self, batch: Sequence[Generation]) -> list[Stream]:
-        """All or none. Raises Refused with the first refusal, after taking back what was accepted before it."""
-        streams = [self._accept(generation) for generation in batch]
-        refused = next((stream.refusal for stream in streams if stream.refusal), None)
-        if refused is None:
-            return streams
-        for stream in streams:
-            stream.close(aborted(self.role))
-        raise Refused(refused)
+    def knows(self, room: Room) -> bool:
+        """Whether this group has, or had, a hand-off of this room."""
+        return False
 
-    def _accept(self, generation: Generation) -> Stream:
+    def uses(self, rid: Rid) -> bool:
+        """Whether somebody waits for this rid, or the engine is not done with it."""
+        return rid in self.jobs or rid in self._in_engine
+
+    def accept(self, generation: Generation) -> Stream:
+        """A refusal is the stream's own."""
         stream = Stream(generation.rid, self._closed)
         if self.broken:
             stream.fail(unavailable("worker_broken", f"this worker broke: {self.broken}", side=self.role))
             return stream
         now = self._loop.time()
-        if generation.rid in self.jobs or generation.rid in self._in_engine:
+        if self.uses(generation.rid):
             text = f"rid {generation.rid!r} is in use; every attempt needs one of its own"
             stream.fail(Cause("duplicate_rid", text, 409, side=self.role))
             return stream
-        prompt = prompt_id(generation.prompt)
         try:
-            arrival = self._arrival(generation, prompt, now + generation.deadline_s)
+            arrival = self._arrival(generation, now + generation.deadline_s)
         except Refused as refused:
             stream.fail(refused.cause)
             return stream
-        self.jobs.open(generation, prompt, stream)
+        self.jobs.open(generation, stream)
         self.post(arrival)
         return stream
 
-    def _arrival(self, generation: Generation, prompt: PromptId, deadline: float) -> Event:
+    def _arrival(self, generation: Generation, deadline: float) -> Event:
         """The core's event for a new leg. Raises Refused where this role will not have it."""
         raise NotImplementedError
 
@@ -225,31 +248,31 @@ class Shell(Generic[N]):
             self.post(Cancel(rid, cause))
         return len(rids)
 
-    def record(self, key: str) -> dict[str, Any] | None:
-        found = self.jobs.records.find(key)
-        if not found:
-            return None
+    def legs(self, key: str) -> list[dict[str, Any]]:
+        """The records of this group's legs by rid, request id or room."""
+        return [
+            {**describe(record), "held_pages": self.held(record), "grants": self.grants_of(record.room)}
+            for record in self.jobs.records.find(key)
+        ]
+
+    def held(self, record: LegRecord) -> dict[str, int]:
+        """Pages by state."""
+        return self.node.ledger.held_by(Owner(record.rid))
+
+    def grants_of(self, room: Room | None) -> list[dict[str, Any]]:
+        return []
+
+    def quarantined(self) -> list[dict[str, Any]]:
+        """Who holds pages without an end in sight."""
         held = self.node.ledger.holders()
-        return {
-            "role": self.role,
-            "instance": self.instance,
-            "legs": [{**describe(record), "held_pages": self._held(record, held)} for record in found],
-        }
+        return [self._quarantine(owner, of["quarantined"]) for owner, of in held.items() if "quarantined" in of]
 
-    def _held(self, record: LegRecord, held: dict[Any, dict[str, int]]) -> dict[str, int]:
-        return held.get(record.rid, {})
+    def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
+        return {"instance": self.instance, "owner": owner, "pages": pages}
 
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        return facts.health(self)
-
-    def server_info(self) -> dict[str, Any]:
-        return facts.server_info(self)
-
-    def figures(self) -> dict[str, Any]:
-        return facts.figures(self)
-
-    def metrics_text(self) -> str:
-        return facts.metrics_text(self)
+    def peers(self) -> list[dict[str, Any]]:
+        """What the other ends of control sessions last said of themselves."""
+        return []
 
     def role_figures(self) -> dict[str, int]:
         """The role's own numbers among the figures."""
@@ -292,6 +315,8 @@ class Shell(Generic[N]):
             self.jobs.push(job, emission.text, emission.tokens, emission.finish, emission.matched_stop)
         if emission.computed:
             self.post(Computed(rid=emission.rid, tokens=emission.computed))
+        if emission.retracted is not None:
+            self.post(Retracted(rid=emission.rid, tokens=emission.retracted))
         if emission.released:
             self.post(Released(rid=emission.rid, error=emission.error))
 
@@ -318,8 +343,9 @@ class Shell(Generic[N]):
     def audit(self) -> list[str]:
         """Faults of conservation; an alarm names each one that the audit before did not find."""
         faults = self.node.audit()
-        if self.node.live == 0 and self.node.ledger.counts[Page.FREE] != self.node.ledger.capacity:
-            faults.append(f"nothing lives, and {self.node.ledger.holders()} hold pages")
+        ledger = self.node.ledger
+        if self.node.live == 0 and ledger.counts[Page.FREE] + ledger.counts[Page.CACHED] != ledger.capacity:
+            faults.append(f"nothing lives, and {ledger.holders()} hold pages")
         for fault in faults:
             if fault not in self._faults:
                 self._do(Alarm(f"conservation: {fault}"))

@@ -1,6 +1,8 @@
 """The rooms dialect: what both legs carry, and what their answers mean.
 
-Both legs get the same body: the client's, with the bootstrap address, a room and a rid per sample appended. Prefill
+Both legs get the same body: the client's, with the bootstrap address, a room and a rid per sample appended, and the
+policy where our prefill says one. Where a prefill has several data parallel ranks, a room is minted so that room modulo
+ranks is the rank that was chosen; where its dispatch does not follow the room, each leg names that rank too. Prefill
 answers 2xx when its transfer has ended; decode's answer is the client's.
 """
 
@@ -37,6 +39,23 @@ def mint_rooms(count: int) -> tuple[Room, ...]:
     return tuple(rooms)
 
 
+def mint_rooms_at(ranks: tuple[int, ...], size: int) -> tuple[Room, ...]:
+    """A room for each of `ranks`, out of `size` ranks: room % size is the rank. All distinct."""
+    rooms: dict[Room, None] = {}
+    for rank in ranks:
+        while (room := _room_at(_bits(63), rank, size)) in rooms:
+            pass
+        rooms[room] = None
+    return tuple(rooms)
+
+
+def _room_at(bits: int, rank: int, size: int) -> Room:
+    room = bits - bits % size + rank
+    if room > MAX_ROOM:
+        room -= size
+    return Room(room or size)
+
+
 def mint_rids(request_id: str, samples: int, attempt: int) -> tuple[Rid, ...]:
     """``<request>.<sample>.<attempt>``."""
     if samples == 1:
@@ -60,7 +79,14 @@ def paired(body: Body, prefill: Worker | None, rooms: tuple[Room, ...], rids: tu
         "bootstrap_room": rooms,
         "rid": rids,
     }
-    return body.prefix + _encode(fields)[1:]
+    policy = {"decode_allocation_policy": prefill.policy} if prefill.policy else {}
+    return body.prefix + _encode(policy | fields)[1:]
+
+
+def pinned(content: bytes, rank: int) -> tuple[bytes, bytes]:
+    """The bodies of prefill's and of decode's leg, made of the common one, where the rank must be named."""
+    common = content[:-1]
+    return b'%b,"routed_dp_rank":%d}' % (common, rank), b'%b,"disagg_prefill_dp_rank":%d}' % (common, rank)
 
 
 class PrefillLeg(Leg):

@@ -14,6 +14,7 @@ from ..service import Service
 from .exchange import error_response
 from .inference import Inference
 from .operations import Operations
+from .operator import Operator
 from .settings import HttpSettings
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -21,13 +22,15 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def build_app(service: Service, settings: HttpSettings | None = None) -> Starlette:
     settings = settings or HttpSettings()
-    operations = Operations(service, settings)
+    operations, operator = Operations(service, settings), Operator(service, settings.admin_key)
     app = Starlette(
         routes=[
             Route("/generate", Inference("generate", service, settings), methods=["POST"]),
             Route("/v1/chat/completions", Inference("chat", service, settings), methods=["POST"]),
             Route("/v1/completions", Inference("completions", service, settings), methods=["POST"]),
             Route("/abort_request", operations.abort, methods=["POST"]),
+            Route("/drain", operator.drain, methods=["POST"]),
+            Route("/release", operator.release, methods=["POST"]),
             Route("/v1/models", operations.models),
             Route("/v1/models/{model:path}", operations.model),
             Route("/health", operations.health),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -121,6 +122,10 @@ def error_response(cause: Cause, request_id: str | None = None) -> Response:
     status = 503 if cause.status == CLIENT_CLOSED else cause.status
     headers = error_headers(cause) | request_id_header(request_id)
     return Response(error_body(cause), status_code=status, media_type=JSON, headers=headers)
+
+
+def json_response(payload: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(payload), status_code=status, media_type=JSON)
 
 
 def request_id_header(request_id: str | None) -> dict[str, str]:

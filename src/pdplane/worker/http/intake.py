@@ -6,22 +6,28 @@ same answer wherever it is sent.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from pdplane.core.errors import Cause, Refused
+from pdplane.core.frames import PromptId
 from pdplane.wire.body import decode_object, invalid
 from pdplane.wire.generate import read_generate
+from pdplane.wire.legs import LegFields
 from pdplane.wire.openai import read_chat, read_completion
 from pdplane.wire.sampling import Ask
 
 from ..engine import Sampling
+from ..prompt import page_keys, prompt_id
 from ..service import Generation, Service
 from .answers import Answer, Heading
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .generate import GenerateAnswer
-from .pairing import Pairing, Seat, Side, name_samples
+from .pairing import Seat, Side, name_samples
 from .prompts import Prompt, check_length, check_text, conversation, tokens_of
+from .ranks import check_policy, ranks_of
 
 MAX_SAMPLES_AT_ONCE = 1024
 
@@ -38,7 +44,7 @@ class Job(msgspec.Struct):
 class _Wanted(msgspec.Struct):
     prompts: list[Prompt]
     asks: list[Ask]  # one per prompt
-    pairing: Pairing
+    fields: LegFields
     stream: bool
     answer: type[Answer]
     include_usage: bool = False
@@ -46,26 +52,38 @@ class _Wanted(msgspec.Struct):
     token_texts: bool = False
 
 
+class _Known(NamedTuple):
+    """A prompt that may be served; its samples share it."""
+
+    ids: list[int]
+    id: PromptId
+    page_keys: tuple[bytes, ...]
+
+
 def read_job(endpoint: str, body: bytes, request_id: str | None, service: Service) -> Job:
     """Raises Refused (400, 404). `endpoint`: "chat" | "completions" | "generate". `request_id`: the client's."""
     wanted = _READERS[endpoint](decode_object(body), service)
     _check_count(len(wanted.prompts), wanted.asks[0].n)
-    prompts = [_limited(prompt, service) for prompt in wanted.prompts]
-    samplings = [_sampling(ask, len(ids), service) for ask, ids in zip(wanted.asks, prompts, strict=True)]
-    n = wanted.asks[0].n
-    named = name_samples(
-        wanted.pairing, len(prompts) * n, request_id, Side(service.role, service.default_bootstrap_port)
-    )
+    prompts = [_known(prompt, service) for prompt in wanted.prompts]
+    samplings = [_sampling(ask, len(known.ids), service) for ask, known in zip(wanted.asks, prompts, strict=True)]
+    n, fields = wanted.asks[0].n, wanted.fields
+    ranks = ranks_of(fields, service.role)
+    named = name_samples(fields, len(prompts) * n, request_id, Side(service.role, service.default_bootstrap_port))
+    if service.role != "aggregated":
+        check_policy(fields.decode_allocation_policy, service.policy)
     generations = [
         _generation(i, named.seats[i], named.request_id, prompts[i // n], samplings[i // n], wanted.asks[i // n], i % n)
         for i in range(len(prompts) * n)
     ]
+    for generation in generations:
+        generation.dp_rank, generation.prefill_dp_rank = ranks
+        generation.priority = fields.priority or 0
     heading = Heading(
         id=named.request_id,
         model=service.model_name,
         tokenizer=service.tokenizer,
         rids=[generation.rid for generation in generations],
-        prompt_tokens=[len(ids) for ids in prompts],
+        prompt_tokens=[len(known.ids) for known in prompts],
         samples=n,
         logprobs=wanted.asks[0].logprobs,
         include_usage=wanted.include_usage,
@@ -80,8 +98,7 @@ def _chat(raw: dict[str, object], service: Service) -> _Wanted:
     _check_model(request.model, service)
     ask = request.ask()
     prompt = conversation(request.turns(), add_generation_prompt=request.add_generation_prompt is not False)
-    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
-    return _Wanted([prompt], [ask], pairing, bool(request.stream), ChatAnswer, request.include_usage)
+    return _Wanted([prompt], [ask], request, bool(request.stream), ChatAnswer, request.include_usage)
 
 
 def _completions(raw: dict[str, object], service: Service) -> _Wanted:
@@ -90,9 +107,8 @@ def _completions(raw: dict[str, object], service: Service) -> _Wanted:
     ask = request.ask()
     given = request.prompts()
     prompts = [Prompt("prompt", item, index if len(given) > 1 else None) for index, item in enumerate(given)]
-    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
     asks = [ask] * len(prompts)
-    return _Wanted(prompts, asks, pairing, bool(request.stream), CompletionAnswer, request.include_usage)
+    return _Wanted(prompts, asks, request, bool(request.stream), CompletionAnswer, request.include_usage)
 
 
 def _generate(raw: dict[str, object], service: Service) -> _Wanted:
@@ -100,12 +116,11 @@ def _generate(raw: dict[str, object], service: Service) -> _Wanted:
     given = request.prompts()
     name = "input_ids" if request.text is None else "text"
     prompts = [Prompt(name, item, None if request.single else index) for index, item in enumerate(given)]
-    pairing = Pairing(request.rid, request.bootstrap_host, request.bootstrap_port, request.bootstrap_room)
     asks = request.asks(len(prompts))
     return _Wanted(
         prompts,
         asks,
-        pairing,
+        request,
         bool(request.stream),
         GenerateAnswer,
         single=request.single,
@@ -130,11 +145,11 @@ def _check_count(prompts: int, n: int) -> None:
         raise invalid(message, "n" if n > 1 else "prompt", code="too_many_samples")
 
 
-def _limited(prompt: Prompt, service: Service) -> list[int]:
+def _known(prompt: Prompt, service: Service) -> _Known:
     check_text(prompt, service)
     ids = tokens_of(prompt, service.tokenizer, service.vocab_size)
     check_length(prompt, len(ids), service)
-    return ids
+    return _Known(ids, prompt_id(ids), page_keys(ids, service.key_page_size) if service.key_page_size else ())
 
 
 def _sampling(ask: Ask, prompt_tokens: int, service: Service) -> Sampling:
@@ -161,7 +176,7 @@ def _sampling(ask: Ask, prompt_tokens: int, service: Service) -> Sampling:
 
 
 def _generation(
-    index: int, seat: Seat, request_id: str, prompt: list[int], sampling: Sampling, ask: Ask, sample: int
+    index: int, seat: Seat, request_id: str, prompt: _Known, sampling: Sampling, ask: Ask, sample: int
 ) -> Generation:
     """Sample k of a seeded request has the seed + k: the same on both legs, another for every sample."""
     if sampling.seed is not None and sample:
@@ -169,7 +184,9 @@ def _generation(
     return Generation(
         rid=seat.rid,
         request_id=request_id,
-        prompt=prompt,
+        prompt=prompt.ids,
+        prompt_id=prompt.id,
+        page_keys=prompt.page_keys,
         sampling=sampling,
         stop=ask.stop,
         room=seat.room,

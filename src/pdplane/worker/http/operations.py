@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.requests import Request
@@ -13,12 +13,12 @@ from starlette.responses import PlainTextResponse, Response
 from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, client_left
 from pdplane.core.ids import BadRoom, Rid, parse_room
 from pdplane.wire.body import convert, decode_object, invalid
-from pdplane.wire.errors import JSON
 from pdplane.wire.openai import Model, ModelList
 
 from ..engine import Sampling
+from ..prompt import prompt_id
 from ..service import Generation, Service
-from .exchange import error_response
+from .exchange import error_response, json_response
 from .receiving import ClientGone, read_body
 from .settings import HttpSettings
 
@@ -58,47 +58,48 @@ class Operations:
         """Exact: a rid, or a request's id for all of its samples. An unknown one is a visible no-op."""
         try:
             body = await read_body(request.headers, request.receive, ABORT_BODY_BYTES)
-            return _json({"aborted": self._abort(convert(decode_object(body), AbortRequest))})
+            return json_response({"aborted": self._abort(convert(decode_object(body), AbortRequest))})
         except Refused as refused:
             return error_response(refused.cause)
         except ClientGone:
             return Response(status_code=400)
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList(data=[self._model()]))
+        return json_response(ModelList(data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self._service.model_name:
             message = f"the model {name!r} does not exist here; this worker serves {self._service.model_name!r}"
             return error_response(Cause("model_not_found", message, 404, param="model"))
-        return _json(self._model())
+        return json_response(self._model())
 
     async def health(self, request: Request) -> Response:
         healthy, facts = self._service.health()
-        return _json({"status": "ok" if healthy else "unhealthy", **facts}, 200 if healthy else 503)
+        return json_response({"status": "ok" if healthy else "unhealthy", **facts}, 200 if healthy else 503)
 
     async def health_generate(self, request: Request) -> Response:
         """/health, and a token that really ran through, where this role can make one alone."""
         healthy, facts = self._service.health()
         if not healthy:
-            return _json({"status": "unhealthy", **facts}, 503)
+            return json_response({"status": "unhealthy", **facts}, 503)
         try:
             async with asyncio.timeout(self._settings.probe_timeout_s):
                 generated = await self._probe()
         except TimeoutError:
-            return _json({"status": "no token", "waited_s": self._settings.probe_timeout_s, **facts}, 503)
+            return json_response({"status": "no token", "waited_s": self._settings.probe_timeout_s, **facts}, 503)
         except Refused as refused:
-            return _json({"status": "no token", "cause": refused.cause, **facts}, 503)
-        return _json({"status": "ok", "generated": generated, **facts})
+            return json_response({"status": "no token", "cause": refused.cause, **facts}, 503)
+        return json_response({"status": "ok", "generated": generated, **facts})
 
     async def server_info(self, request: Request) -> Response:
-        return _json(self._identity() | self._service.server_info())
+        info = self._service.server_info()
+        return json_response(self._identity(info) | info)
 
     async def model_info(self, request: Request) -> Response:
         service = self._service
-        return _json(
-            self._identity()
+        return json_response(
+            self._identity(service.server_info())
             | {
                 "tokenizer_path": service.model_name,
                 "is_generation": True,
@@ -116,7 +117,7 @@ class Operations:
         if record is None:
             message = f"no request is known by {key!r}; give a request id, a rid or a room"
             return error_response(Cause("request_not_found", message, 404))
-        return _json(record)
+        return json_response(record)
 
     def _abort(self, asked: AbortRequest) -> int:
         """How many were ended. Raises Refused (400): neither a rid nor abort_all, or a bad room."""
@@ -139,9 +140,13 @@ class Operations:
             return False
         name = f"health-{uuid.uuid4().hex}"
         prompt = self._service.tokenizer.encode("a")[:1]
-        sampling = Sampling(max_tokens=1, temperature=0.0)
         generation = Generation(
-            rid=Rid(name), request_id=name, prompt=prompt, sampling=sampling, deadline_s=self._settings.probe_timeout_s
+            rid=Rid(name),
+            request_id=name,
+            prompt=prompt,
+            prompt_id=prompt_id(prompt),
+            sampling=Sampling(max_tokens=1, temperature=0.0),
+            deadline_s=self._settings.probe_timeout_s,
         )
         [stream] = self._service.submit([generation])
         try:
@@ -155,17 +160,17 @@ class Operations:
         name = self._service.model_name
         return Model(id=name, root=name, max_model_len=self._service.context_len)
 
-    def _identity(self) -> dict[str, object]:
-        """What the field's routers read of a worker when they meet it."""
-        service = self._service
+    def _identity(self, info: dict[str, Any]) -> dict[str, object]:
+        """What the field's routers read of a worker when they meet it. `info`: its own words, for the sizes."""
+        service, shape = self._service, info.get("shape", {})
         return {
             "role": service.role,
             "disaggregation_mode": "null" if service.role == "aggregated" else service.role,
             "disaggregation_bootstrap_port": service.default_bootstrap_port,
             "served_model_name": service.model_name,
             "model_path": service.model_name,
-            "tp_size": 1,
-            "dp_size": 1,
+            "tp_size": shape.get("tp", 1),
+            "dp_size": shape.get("dp", 1),
             "load_balance_method": "follow_bootstrap_room",
             "limits": {
                 "context_tokens": service.context_len,
@@ -176,7 +181,3 @@ class Operations:
 
 def _cause(told: AbortCause | None) -> Cause | None:
     return Cause(told.code[:64], told.message[:512], CLIENT_CLOSED, side="router") if told else None
-
-
-def _json(payload: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(payload), status_code=status, media_type=JSON)

@@ -16,19 +16,11 @@ import msgspec
 from pdplane.core.errors import Refused, bad_request
 from pdplane.core.ids import BadRoom, Rid, Room, parse_room
 from pdplane.wire.body import invalid
+from pdplane.wire.legs import LegFields
 
 MAX_NAME = 512
 
 _ATTEMPT = re.compile(r"(?P<request>.+)\.[0-9]+\.[0-9]+", re.DOTALL)
-
-
-class Pairing(NamedTuple):
-    """The fields as they came: nothing is known of their shapes yet."""
-
-    rid: object
-    host: object
-    port: object
-    room: object
 
 
 class Side(NamedTuple):
@@ -52,15 +44,15 @@ class Named(NamedTuple):
     seats: list[Seat]
 
 
-def name_samples(pairing: Pairing, count: int, label: str | None, side: Side) -> Named:
+def name_samples(fields: LegFields, count: int, label: str | None, side: Side) -> Named:
     """`label`: the client's own id for the request. Raises Refused (400). An aggregated worker does not look at the
     bootstrap fields."""
-    request, rids = _rids(pairing.rid, count, label)
+    request, rids = _rids(fields.rid, count, label)
     if not side.paired:
         return Named(request, [Seat(rid) for rid in rids])
-    rooms = _rooms(pairing.room, count, side.role)
-    hosts = [_host(value, side.role) for value in _spread(pairing.host, count, "bootstrap_host")]
-    ports = [_port(value, side.default_port) for value in _spread(pairing.port, count, "bootstrap_port")]
+    rooms = _rooms(fields.bootstrap_room, count, side.role)
+    hosts = [_host(value, side.role) for value in _spread(fields.bootstrap_host, count, "bootstrap_host")]
+    ports = [_port(value, side.default_port) for value in _spread(fields.bootstrap_port, count, "bootstrap_port")]
     return Named(request, [Seat(*seat) for seat in zip(rids, rooms, hosts, ports, strict=True)])
 
 

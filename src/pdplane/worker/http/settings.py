@@ -15,3 +15,6 @@ class HttpSettings:
         1024, "bodies up to this size are read and tokenised on the loop, larger ones off it"
     )
     probe_timeout_s: float = setting(20.0, "how long /health_generate waits for its token")
+    admin_key: str = setting(
+        "", "key that an operator's calls (/drain, /release) must bear when they come from elsewhere", secret=True
+    )

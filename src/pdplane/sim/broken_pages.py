@@ -1,0 +1,155 @@
+"""Seeded faults of pools and places: prefix cache, held KV, retract, routes with several ranks, admission."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+from pdplane.core import batch as batching
+from pdplane.core.batch import Batch, Running
+from pdplane.core.door import Door
+from pdplane.core.effects import RestoreEngine
+from pdplane.core.holds import Holds
+from pdplane.core.ids import PageId, Rank, Rid, Room
+from pdplane.core.membership import Group, Membership
+from pdplane.core.pages import Page
+from pdplane.core.prefill import PrefillNode
+from pdplane.core.prefix import PrefixCache
+from pdplane.core.reserve import Reserve
+from pdplane.core.sender import Sender
+from pdplane.core.table import SA, SE, S
+
+from .broken_handoff import Step, set_cells, swap
+
+
+def cached_abort(stack: ExitStack) -> None:
+    """The pages of an aborted prefill are shared with whoever has the same prompt."""
+    give_back = Sender._give_back
+
+    def keeping(self: Sender, action: SA) -> None:
+        if action is SA.KEEP or self.quarantined:
+            give_back(self, action)
+            return
+        self._desk.keep(self, Page.DRAINING)
+        self._desk.release(self)
+        self.pages, self.shared = (), 0
+
+    swap(stack, Sender, "_give_back", keeping)
+
+
+def evicts_held(stack: ExitStack) -> None:
+    """The prefix cache forgets who reads a page, and its books agree with it."""
+    for name in ("hold", "release"):
+        swap(stack, PrefixCache, name, lambda self, pages: None)
+    swap(stack, PrefillNode, "_shared", lambda self: Counter())
+
+
+def cached_boasted(stack: ExitStack) -> None:
+    """cached_tokens says more than was shared."""
+    start = Sender.start
+
+    def boasting(self: Sender, pages: tuple[PageId, ...], shared: int) -> None:
+        start(self, pages, shared)
+        self.cached_tokens += self._node.limits.page_size
+
+    swap(stack, Sender, "start", boasting)
+
+
+def ready_too_early(stack: ExitStack) -> None:
+    """READY is said when computing begins, and all pages are moved as soon as the grant is in."""
+    early: dict[tuple[S, SE], Step] = {
+        (S.WAITING, SE.START): (S.AHEAD, (SA.READY,)),
+        (S.AHEAD, SE.GRANT): (S.STREAMING, (SA.MOVE_REST,)),
+    }
+    set_cells(stack, early)
+
+
+def endless_hold(stack: ExitStack) -> None:
+    """Held KV has no term."""
+    swap(stack, Holds, "hold", lambda self, room, now: now + 1e9)
+
+
+def freed_under_read(stack: ExitStack) -> None:
+    """KV that was held goes back to the pool at an abort, while moves read it."""
+    end = (S.GONE, (SA.FREE, SA.DRAINED, SA.ANSWER, SA.TOMBSTONE))
+    set_cells(stack, {(S.FLUSHING, event): end for event in (SE.ABORT, SE.CANCEL)})
+
+
+def freed_at_retract(stack: ExitStack) -> None:
+    """Pages are free when the engine is asked to lay a request aside, not when it has."""
+    retract = Batch._retract
+
+    def freeing(self: Batch, request: Running) -> None:
+        retract(self, request)
+        self._free(request)
+
+    swap(stack, Batch, "_retract", freeing)
+
+
+def restored_elsewhere(stack: ExitStack) -> None:
+    """A request comes back into the pages that it had, whoever has them now."""
+    retract, restore = Batch._retract, Batch._restore
+    had: dict[Rid, tuple[PageId, ...]] = {}
+
+    def leaving(self: Batch, request: Running) -> None:
+        had[request.rid] = tuple(request.pages)
+        retract(self, request)
+
+    def returning(self: Batch, request: Running, count: int) -> None:
+        restore(self, request, count)
+        out = self._node.out
+        place = max(place for place, effect in enumerate(out) if isinstance(effect, RestoreEngine))
+        out[place] = RestoreEngine(request.rid, had[request.rid])
+
+    swap(stack, Batch, "_retract", leaving)
+    swap(stack, Batch, "_restore", returning)
+
+
+def short_restore(stack: ExitStack) -> None:
+    """A request comes back to fewer pages than its KV fills."""
+    back = Batch._pages_back
+
+    def short(self: Batch, request: Running) -> int:
+        count = back(self, request)
+        return count and max(1, count - 2)
+
+    swap(stack, Batch, "_pages_back", short)
+
+
+def harvest_starved(stack: ExitStack) -> None:
+    """I14: what is handed off does not go on while anybody is laid aside."""
+    harvest = Door.harvest
+
+    def starving(self: Door) -> None:
+        if not self._batch.parked:
+            harvest(self)
+
+    swap(stack, Door, "harvest", starving)
+
+
+def never_retracts(stack: ExitStack) -> None:
+    """I13: prompts are let in without a thought to growth, and nobody ever gives way."""
+    swap(stack, Reserve, "may_admit", lambda self, pages, most, running=False: pages <= self._ledger.free_count)
+    swap(stack, batching, "victim", lambda requests: None)
+    swap(stack, Batch, "_alone", lambda self: None)
+
+
+def lacking_rank(stack: ExitStack) -> None:
+    """A route that lacks a rank is taken for one without that rank."""
+    pairs = Membership._pairs
+
+    def known(self: Membership, group: Group, dp: int) -> tuple[tuple[Rank, Rank], ...]:
+        return tuple(pair for pair in pairs(self, group, dp) if pair[0] in group.endpoints)
+
+    swap(stack, Membership, "_pairs", known)
+
+
+def rank_ignored(stack: ExitStack) -> None:
+    """I21: the prefill rank that a leg names is not looked at."""
+    seek = Membership.seek
+
+    def blind(self: Membership, address: str, room: Room, named: int | None, now: float) -> Any:
+        return seek(self, address, room, None, now)
+
+    swap(stack, Membership, "seek", blind)

@@ -1,0 +1,211 @@
+"""Workers that come late, come back with other values, and leave while others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdplane.core.ids import Rank, Shape
+from pdplane.registry.client import RegistryClient
+from pdplane.registry.server import RegistryConfig, RegistryServer
+from pdplane.router import RouterConfig, RouterServer
+from pdplane.wire.registry import registration_of
+from pdplane.worker.config import WorkerConfig
+from pdplane.worker.engine import ModelSpec
+from pdplane.worker.server import serve
+
+from .fake_engine import RuleEngine, spec
+from .fleets import COMPLETIONS, HOST, Fleet, Member, Talk, client, events, fleet, member, pairing, texts, until
+from .http_fakes import ByteTokenizer
+from .test_fleet_answers import completion
+from .test_fleet_failures import QUICK, serves
+from .test_fleet_registry import free_port
+
+BODY = completion()[1]
+
+
+@contextlib.asynccontextmanager
+async def router_before(decode: Member, prefill_url: str) -> AsyncIterator[RouterServer]:
+    config = RouterConfig(
+        host=HOST,
+        port=0,
+        prefill=(prefill_url,),
+        decode=(decode.url,),
+        health_interval_s=0.05,
+        stop_grace_s=0.0,
+        retries=0,
+    )
+    server = RouterServer(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+# --- H04: another page size, and back -----------------------------------------------------------------------------
+
+OTHER: dict[str, tuple[ModelSpec, list[str]]] = {
+    "page size": (spec(page_size=8), ["page_size", "4", "8"]),
+    "KV dtype": (msgspec.structs.replace(spec(), kv_dtype="float8"), ["dtype", "digest", "float8"]),
+}
+
+
+@pytest.mark.parametrize("differs", OTHER)
+async def test_a_prefill_that_comes_back_with_other_values_is_refused_and_serves_again_with_the_old_ones(
+    differs: str,
+) -> None:
+    other, named = OTHER[differs]
+    ports = {"port": free_port(), "bootstrap_port": free_port(), "control_port": free_port()}
+    url = f"http://{HOST}:{ports['port']}"
+    async with (
+        member("decode", **QUICK) as decode,
+        member("aggregated") as whole,
+        router_before(decode, f"{url}@{ports['bootstrap_port']}") as server,
+    ):
+        pairing = server.router.pairing  # type: ignore[union-attr]
+        for model in (None, other, None):
+            async with member("prefill", model, **ports, **QUICK) as prefill:
+                front = Fleet([prefill], [decode], whole, server)
+                if model is None:
+                    await until(lambda: pairing.ready)
+                    await serves(front)
+                else:
+                    await until(lambda: "differs" in pairing.missing())
+                    await refuses(front, named)
+            await until(lambda: not pairing.ready)
+
+
+async def refuses(it: Fleet, named: list[str]) -> None:
+    """At the router, and on both sides, naming both values, before anything is computed."""
+    added = [len(one.engine.added) for one in (it.prefill, it.decode)]
+    straight = {**BODY, **pairing(it, 4)}
+    decode, prefill = Talk(it.decode.url, straight), Talk(it.prefill.url, straight)
+    answers = [await it.post(COMPLETIONS, BODY), await decode.answer()]
+    await prefill.drop()
+    for answer in answers:
+        assert answer.status_code == 503, answer.text
+        assert all(word in answer.text for word in named), answer.text
+    assert [len(one.engine.added) for one in (it.prefill, it.decode)] == added
+
+
+# --- H05: router and decode first, prefill late and in parts ------------------------------------------------------
+
+
+async def test_a_prefill_that_comes_late_is_waited_for_and_then_serves() -> None:
+    ports = {"port": free_port(), "bootstrap_port": free_port()}
+    url = f"http://{HOST}:{ports['port']}"
+    async with member("decode") as decode, router_before(decode, f"{url}@{ports['bootstrap_port']}") as server:
+        early = Fleet([], [decode], None, server)
+        assert "prefill" in (await early.get("/ready"))["missing"]
+        assert (await early.post(COMPLETIONS, BODY)).status_code == 503
+        async with member("prefill", dp=2, **ports) as prefill, member("aggregated") as whole:
+            late = Fleet([prefill], [decode], whole, server)
+            await until(lambda: late.router.pairing.ready)
+            await serves(late)
+
+
+async def test_a_prefill_of_which_a_rank_is_missing_is_503_and_names_it_until_it_is_there() -> None:
+    registry = RegistryServer(RegistryConfig(host=HOST, port=0))
+    await registry.start()
+    url = f"http://{HOST}:{registry.port}"
+    try:
+        async with member("decode") as decode, RegistryClient(url) as first:
+            await first.register(
+                registration_of(
+                    Rank(dp=0), Shape(dp=2), HOST, 1, page_size=4, kv_cache_dtype="digest", pd_instance="first"
+                )
+            )
+            named = {"bootstrap_host": HOST, "bootstrap_port": registry.port}
+            answer = await decode.post(COMPLETIONS, {**BODY, **named, "bootstrap_room": 3})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "prefill_not_ready")
+            assert "1 of 2" in answer.text
+            assert "dp1" in answer.text
+            await first.deregister("first")
+            async with member("prefill", dp=2, registry=url) as prefill:
+                await until(lambda: registry.table.ready)
+                body = {**BODY, **named, "bootstrap_room": 5}
+                legs = await asyncio.gather(prefill.post(COMPLETIONS, body), decode.post(COMPLETIONS, body))
+                assert [leg.status_code for leg in legs] == [200, 200], [leg.text for leg in legs]
+    finally:
+        await registry.stop()
+
+
+# --- H17: a worker that leaves with streams running ---------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(role: str, **settings: Any) -> AsyncIterator[tuple[RuleEngine, str, list[str], asyncio.Task[None]]]:
+    """A worker as its process runs it: (engine, url, what it says, the run)."""
+    engine, said, port = RuleEngine(spec()), list[str](), free_port()
+    given = {"pool_mb": 1, "page_size": 4, "bootstrap_port": free_port(), **settings}
+    config = WorkerConfig(role=role, port=port, **given)
+    run = asyncio.create_task(serve(config, lambda _: (engine, ByteTokenizer()), said.append))
+    await until(lambda: bool(said) or run.done())
+    try:
+        yield engine, f"http://{HOST}:{port}", said, run
+    finally:
+        engine.allow = None
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+STREAM = {**BODY, "prompt": "stream", "max_tokens": 8, "ignore_eos": True, "stream": True}
+
+
+async def test_a_drained_worker_is_unready_at_once_finishes_its_streams_and_ends() -> None:
+    async with served("aggregated") as (engine, url, said, run):
+        engine.allow = 2
+        talks = [Talk(url, STREAM) for _ in range(4)]
+        await until(lambda: len(engine.added) == 4 and engine.allow == 0)
+        async with client(url) as http:
+            asked = (await http.post("/drain", json={"reason": "scale down"})).json()
+            assert asked == {"draining": True, "live": 4}
+            health = await http.get("/health")
+            assert (health.status_code, health.json()["draining"], health.json()["left"]) == (503, "scale down", 4)
+            refused = await http.post(COMPLETIONS, json=BODY)
+            assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)
+            assert "scale down" in refused.text
+            assert not run.done()
+        engine.allow = None
+        for talk in talks:
+            assert len(events(await talk.answer())) > 1
+        await run
+        assert "4 requests may finish" in " ".join(said)
+        assert said[-1] == "aggregated: nothing is left"
+
+
+async def test_a_grace_shorter_than_the_streams_ends_them_with_an_explicit_error_event() -> None:
+    config = {"shutdown_s": 0.05}
+    async with served("aggregated", **config) as (engine, url, said, run):
+        engine.allow = 2
+        talk = Talk(url, STREAM)
+        await until(lambda: engine.allow == 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        answer = await talk.answer()
+        last = [line for line in answer.text.split("\n\n") if line][-1]
+        assert "worker_stopping" in last
+        await run
+        assert any("1 requests cut" in line for line in said)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_new_work_goes_elsewhere_while_a_worker_drains_and_nobody_sees_a_5xx(side: str) -> None:
+    async with fleet(2, 2, whole=True, both={"dp": 2}) as it:
+        leaving = getattr(it, side)
+        streams = [Talk(it.url, {**STREAM, "prompt": f"stream {i}"}) for i in range(8)]
+        await until(lambda: any(engine.added for engine in leaving.engines))
+        leaving.group.drain("scale down")
+        new = [Talk(it.url, {**BODY, "prompt": f"new {i}"}) for i in range(8)]
+        assert {(await talk.answer()).status_code for talk in (*streams, *new)} == {200}
+        assert leaving.group.health()[1]["draining"] == "scale down"
+        pair, whole = await it.both(*completion("after all"))
+        assert texts(pair) == texts(whole)
+        await it.at_rest()
