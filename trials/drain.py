@@ -30,7 +30,7 @@ from load import Asked, Known, Load, ask, invent, learn, seen_by_router
 from prompts import Writer, tokenizer
 from verdicts import Verdicts
 
-WORKER_ARGS = ("--batch-invariant", "--max-running", "8", "--pool-mb", "192")
+WORKER_ARGS = ("--batch-invariant", "--max-running", "8", "--pool-mb", "192", "--no-prefix-cache")
 STREAM_TOKENS = 160
 UNREADY_LIMIT_S = 1.0
 END_LIMIT_S = 90.0

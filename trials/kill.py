@@ -28,7 +28,8 @@ IDLE_LIMIT_S = 15.0
 FROZEN_S = 12.0
 WARM_UP_S = 3.0
 AFTER_S = 4.0
-WORKER_ARGS = ("--batch-invariant", "--max-running", "8", "--pool-mb", "256")
+WORKER_ARGS = ("--batch-invariant", "--max-running", "8", "--pool-mb", "256", "--no-prefix-cache")
+"""The load asks the same prompts again and again: cached, they would leave prefill nothing to do."""
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -84,6 +85,8 @@ async def step(
     faults += _late(load.asked, victim, at)
     if not served:
         faults.append(f"{victim.name} was not used after it came back")
+    if not any(one.on(victim, at) for one in load.asked):
+        faults.append(f"{victim.name} had nothing in flight: this step has shown nothing")
     after = await instances(running)
     untouched = [worker for worker in running.workers if worker is not victim]
     faults += [f"{w.name} was restarted" for w in untouched if before[w.url] != after[w.url]]

@@ -15,6 +15,7 @@ import pytest
 from pdplane.cli.main import main
 from pdplane.cli.status import quarantine
 from pdplane.core.errors import Cause
+from pdplane.core.ids import Instance
 from tests.worker.fleets import COMPLETIONS, HOST, Fleet, Talk, fleet, until
 from tests.worker.test_fleet_answers import completion
 
@@ -88,6 +89,16 @@ async def test_status_shows_whom_a_worker_in_service_does_not_fit(terminal: Term
         it.router.pairing.refresh()
         assert await terminal.run("status", "--url", it.url) == 0
         assert f"does not fit {worker.url}: page_size differs: prefill has 4, decode has 32" in terminal.out
+
+
+async def test_status_shows_whose_session_a_worker_refused_with_the_remedy(terminal: Terminal) -> None:
+    async with fleet() as it:
+        cause = Cause("incompatible", "weights differs: one has 'a', the other 'b'; load the same weights", 503)
+        it.decode.shell.refusals.note(Instance("p-9"), cause, asyncio.get_running_loop().time())
+        it.prefill.shell.refusals.note(Instance(""), cause, asyncio.get_running_loop().time())
+        assert await terminal.run("status", "--url", it.url) == 0
+        for peer in ("p-9", "a stranger"):
+            assert re.search(rf"REFUSED {peer} \d+ s ago: weights differs.*; load the same weights", terminal.out)
 
 
 def test_pages_in_quarantine_name_their_holder_and_the_verb_that_frees_them() -> None:

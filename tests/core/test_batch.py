@@ -89,6 +89,15 @@ def test_one_that_is_leaving_asks_for_nothing_and_holds_its_pages_until_it_has_l
     assert world.ledger.free_count == 16
 
 
+def test_pages_of_a_hand_off_that_ends_with_its_row_feed_whoever_starves_at_once() -> None:
+    world = Pool(Limits(pages=2, page_size=4, max_running=4, reserve_tokens=0))
+    world.ask("a", 4, 4)
+    world.ask("b", 4, 4)
+    world.fill("a")
+    world.fill("b", ended="stop")
+    assert world.held("a") == 2
+
+
 def test_a_release_of_nobody_is_late() -> None:
     world = pool()
     world.release("a")

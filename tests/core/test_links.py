@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdplane.core import membership
 from pdplane.core.effects import (
     AnswerFailed,
     ArmGrant,
@@ -361,3 +362,24 @@ def test_a_row_that_prefill_sent_and_forgot_may_be_asked_for_again_by_a_new_atte
     world.pump()
     cause = world.d.failed("r5")
     assert (cause.code, cause.status, cause.retryable) == ("row_gone", 503, True)
+
+
+def test_a_prefill_with_pipeline_ranks_is_refused_by_the_core_itself() -> None:
+    world = Facing()
+    world.decode.handle(world.leg(5), world.now)
+    world.d.take(RouteKnown(ADDRESS, ((Rank(), ControlEndpoint("p", 1)),), Shape(pp=2)))
+    cause = world.d.failed("r5")
+    assert cause.code == "incompatible"
+    assert "pp 2" in cause.message
+
+
+def test_links_are_worked_out_once_per_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Facing()
+    worked_out: list[object] = []
+    real = membership.pairs
+    monkeypatch.setattr(membership, "pairs", lambda *what: worked_out.append(what) or real(*what))
+    for number in range(1, 8):
+        world.meet(number)
+    world.cut(reachable=False)
+    world.wait(3.0)
+    assert len(worked_out) == 1

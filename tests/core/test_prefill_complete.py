@@ -197,7 +197,17 @@ def test_one_prompt_over_the_cap_is_computed_when_nothing_else_is_held() -> None
     assert world.p_state(1) is S.AHEAD
 
 
-def test_legs_with_different_prompts_are_refused_before_a_write() -> None:
+def test_legs_with_different_prompts_are_refused_before_anything_is_computed() -> None:
+    world = ahead(p_limits=limits(max_running=1))
+    world.p.take(world.leg(4))
+    world.p.take(world.leg(5, 40))
+    world.d.take(world.leg(5, prompt=prompt(40, b"another")))
+    world.pump()
+    assert len(world.p.all(RunPrefill)) == 1
+    assert world.p.failed("r5").code == world.d.failed("r5").code == "prompt_mismatch"
+
+
+def test_legs_with_different_prompts_are_refused_when_the_computed_one_comes_first() -> None:
     world = ahead()
     world.p.take(world.leg(5, 40))
     computed(world, 5)

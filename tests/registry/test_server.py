@@ -329,12 +329,30 @@ async def test_serve_says_where_it_is_and_a_cancel_frees_the_port(capsys: pytest
             await http.get(f"{url}/health")
 
 
-@pytest.mark.parametrize(
-    ("host", "token", "open_to_all"),
-    [("127.0.0.1", "", False), ("::1", "", False), ("0.0.0.0", "", True), ("0.0.0.0", "s3cret", False)],
-)
-def test_who_leaves_loopback_without_a_token_is_open_to_all(host: str, token: str, open_to_all: bool) -> None:
-    assert RegistryConfig(host=host, write_token=token).open_to_all is open_to_all
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node-7"])
+def test_a_registry_leaves_loopback_with_a_token_or_by_saying_that_it_needs_none(host: str) -> None:
+    with pytest.raises(BadSetting, match=r"--write-token.*--allow-insecure"):
+        RegistryConfig(host=host)
+    for allowed in ({"write_token": "s3cret"}, {"allow_insecure": True}):
+        assert RegistryConfig(host=host, **allowed).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_registry_on_loopback_needs_no_token(host: str) -> None:
+    assert RegistryConfig(host=host).write_token == ""
+
+
+async def test_a_registry_that_lets_whoever_comes_register_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdplane.registry.server.is_loopback", lambda host: False)
+    task = asyncio.create_task(serve(RegistryConfig(port=0, allow_insecure=True)))
+    async with asyncio.timeout(10):
+        while not caplog.messages:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    assert "--write-token" in caplog.text
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_taken_port_is_named_with_its_setting(server: RegistryServer) -> None:

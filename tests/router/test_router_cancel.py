@@ -8,6 +8,8 @@ import random
 
 import pytest
 
+from pdplane.router import RouterConfig
+
 from .router_fakes import Asked, FakeWorker, fleet, ok, until
 
 
@@ -103,6 +105,32 @@ async def test_abort_all_is_said_explicitly_and_stays_within_the_callers_key() -
         other.reply()
         assert (await theirs.read()).status == 200
         await it.idle()
+
+
+async def test_abort_all_before_strangers_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdplane.router.config.is_loopback", lambda host: False)
+    everything = {"rid": "", "abort_all": True}
+    async with fleet(prefill=ok) as it, it.client() as one:
+        one.post(b'{"rid": "a"}')
+        decode = await it.decode.next()
+        refused = await it.post(everything, "/abort_request")
+        assert (refused.status, refused.error["code"]) == (403, "abort_all_not_allowed")
+        assert "--api-key" in refused.error["message"]
+        decode.reply()
+        assert (await one.read()).status == 200
+        assert (await it.post({"rid": "nobody"}, "/abort_request")).json == {"aborted": 0}
+        await it.idle()
+    async with fleet(prefill=ok, api_key="k") as it:
+        key = "authorization: Bearer k\r\n"
+        assert (await it.post(everything, "/abort_request", key)).json == {"aborted": 0}
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "open_to_all"),
+    [("127.0.0.1", "", False), ("0.0.0.0", "", True), ("10.0.0.1", "", True), ("0.0.0.0", "k", False)],
+)
+def test_a_router_beyond_loopback_without_a_key_is_open_to_all(host: str, api_key: str, open_to_all: bool) -> None:
+    assert RouterConfig(host=host, api_key=api_key).open_to_all is open_to_all
 
 
 async def test_an_aborted_stream_ends_with_an_error_event() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdplane.wire.address import bracketed, dialable, url_of
+from pdplane.wire.address import bracketed, dialable, is_loopback, url_of
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,13 @@ def test_only_a_wildcard_is_dialled_elsewhere() -> None:
     assert dialable("0.0.0.0") == "127.0.0.1"
     assert dialable("10.0.0.1") == "10.0.0.1"
     assert bracketed("10.0.0.1") == "10.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_loopback_never_leaves_this_machine(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "", "node-7"])
+def test_all_else_may_leave_it(host: str) -> None:
+    assert not is_loopback(host)

@@ -7,9 +7,10 @@ import contextlib
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdplane.core.errors import aborted
+from pdplane.core.errors import Cause, aborted
 from pdplane.core.frames import Abort, Beat
 from pdplane.core.ids import Instance, Rank, Room
 from pdplane.router import RouterConfig, RouterServer
@@ -164,6 +165,35 @@ async def test_a_pair_that_does_not_fit_is_refused_naming_both_values(differs: s
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "incompatible")
         assert all(word in answer.json()["error"]["message"] for word in named)
         await it.at_rest()
+
+
+OTHER_WEIGHTS = {"model": msgspec.structs.replace(spec(), weights="w1")}
+
+
+async def test_a_pair_that_does_not_fit_addressed_past_the_router_is_named_on_both_sides() -> None:
+    async with fleet(decode=OTHER_WEIGHTS, ready=False) as it:
+        straight = {**BODY, **pairing(it, 4)}
+        prefill, decode = Talk(it.prefill.url, straight), Talk(it.decode.url, straight)
+        assert (await decode.answer()).status_code == 503
+        await prefill.drop()
+        for one, other in ((it.prefill, it.decode), (it.decode, it.prefill)):
+            [told] = (await one.get("/server_info")).json()["refused_sessions"]
+            assert (told["peer"], told["code"]) == (other.shell.instance, "incompatible")
+            assert told["message"].startswith("weights differs: prefill has 'w0', decode has 'w1'; load the same")
+            assert told["ago_s"] >= 0
+        await it.at_rest()
+
+
+async def test_a_session_that_comes_up_is_refused_no_more() -> None:
+    async with fleet(whole=True, both=QUICK) as it:
+        cause = Cause("incompatible", "weights differ; load the same", 503)
+        for one, other in ((it.prefill, it.decode), (it.decode, it.prefill)):
+            assert one.shell.refusals.note(other.shell.instance, cause, 0.0)
+            assert not one.shell.refusals.note(other.shell.instance, cause, 0.0)
+            one.shell.refusals.note(Instance("another"), cause, 0.0)
+        await serves(it)
+        for one in (it.prefill, it.decode):
+            await until(lambda one=one: [each["peer"] for each in one.shell.refused_sessions()] == ["another"])
 
 
 async def test_a_decode_with_another_secret_is_refused_and_serves_nobody() -> None:

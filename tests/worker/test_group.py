@@ -11,7 +11,7 @@ from pdplane.core.errors import Refused
 from pdplane.core.ids import Rid, Room
 from pdplane.settings import BadSetting
 from pdplane.worker import kinds
-from pdplane.worker.config import WorkerConfig, is_loopback
+from pdplane.worker.config import WorkerConfig
 from pdplane.worker.engine import Sampling
 from pdplane.worker.group import PrefillGroup
 from pdplane.worker.kinds import usable
@@ -232,14 +232,6 @@ def test_a_checksum_that_cannot_be_computed_is_a_setting_with_a_remedy(monkeypat
     monkeypatch.setattr("pdplane.transport.checksum.AVAILABLE", False)
     with pytest.raises(BadSetting, match="pip install"):
         usable(config(checksum=True))
-
-
-LOOPBACK = {"127.0.0.1": True, "127.9.9.9": True, "::1": True, "[::1]": True, "localhost": True, "10.0.0.1": False}
-
-
-@pytest.mark.parametrize("host", [*LOOPBACK, "0.0.0.0", "::", "node-7"])
-def test_what_leaves_this_machine_is_told_apart(host: str) -> None:
-    assert is_loopback(host) == LOOPBACK.get(host, False)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdplane.core.errors import Refused
@@ -13,7 +14,8 @@ from pdplane.core.events import ControlEndpoint, RouteKnown
 from pdplane.core.ids import Rank, Room, Shape
 from pdplane.core.topology import ranks_of
 from pdplane.registry.client import RegistryClient
-from pdplane.wire.registry import registration_of
+from pdplane.registry.table import RouteTable
+from pdplane.wire.registry import RegistryStatus, registration_of
 from pdplane.worker.lookup import Lookups
 from tests.registry.conftest import Spied, registration, spied
 
@@ -116,6 +118,26 @@ async def test_a_prefill_of_another_kind_is_refused_with_both_values(
 ) -> None:
     await register(server, **more)
     assert named.format(server.address) in await refusal(lookups, server)
+
+
+@pytest.mark.parametrize("shape", [ONE, Shape(dp=2, tp=2)])
+async def test_a_registry_of_ours_that_tells_no_group_is_asked_rank_by_rank(
+    lookups: Lookups, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = RouteTable.status
+
+    def older(self: RouteTable, rooms: int, now: float) -> RegistryStatus:
+        return msgspec.structs.replace(status(self, rooms, now), group=None)
+
+    monkeypatch.setattr(RouteTable, "status", older)
+    async with spied() as server:
+        assert "no prefill has registered" in await refusal(lookups, server)
+        ranks = await register(server, shape, load_balance_method="total_requests", pd_instance="p-1")
+        server.asked.clear()
+        assert await lookups.route(server.address) == RouteKnown(server.address, ranks, shape, False)
+        assert server.asked == ["GET /v1/registry", *["GET /route"] * (1 + len(ranks))]
+        await register(server, shape, page_size=32, pd_instance="p-2")
+        assert "page_size differs" in await refusal(lookups, server)
 
 
 async def test_what_a_decode_does_not_know_of_itself_is_not_compared(server: Spied) -> None:

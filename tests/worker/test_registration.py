@@ -12,17 +12,21 @@ import pytest
 
 from pdplane.core.ids import Rank, Room, Shape
 from pdplane.core.topology import ranks_of
+from pdplane.registry import client
 from pdplane.registry.client import RegistryClient, RegistryRefused
 from pdplane.registry.server import RegistryConfig, RegistryServer
+from pdplane.registry.table import RouteTable
 from pdplane.settings import BadSetting
 from pdplane.transport.contract import Endpoint
 from pdplane.worker import registration
 from pdplane.worker.config import WorkerConfig
 from pdplane.worker.registration import Registered, registered
+from tests.registry.conftest import registration as registration_of_one
 from tests.registry.conftest import spied
 
 SHAPE = Shape(dp=2, tp=2)
 PORTS = {rank: port for port, rank in enumerate(ranks_of(SHAPE), 5000)}
+OWN_TIMES = {name: getattr(registration, name) for name in ("REGISTER_EVERY_S", "SILENT_ROUNDS")}
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +131,20 @@ async def test_a_taken_registry_port_is_named_with_its_setting() -> None:
         with pytest.raises(BadSetting, match="--bootstrap-port"):
             async with registered(config, instance="p", page_size=16, kv_dtype="f", control_ports=PORTS, shape=SHAPE):
                 pass
+
+
+def test_a_live_prefill_outlasts_two_lost_calls_and_a_loop_that_is_busy_for_seconds() -> None:
+    lost_call_s, busy_s = OWN_TIMES["REGISTER_EVERY_S"] + client.TIMEOUT_S, 4.5
+    lives_s = OWN_TIMES["REGISTER_EVERY_S"] * OWN_TIMES["SILENT_ROUNDS"]
+    heard_again_s = 2 * lost_call_s + OWN_TIMES["REGISTER_EVERY_S"] + busy_s
+    assert (lives_s, lost_call_s, heard_again_s) == (30.0, 10.0, 29.5)
+    table = RouteTable()
+    for now in (0.0, heard_again_s, 2 * heard_again_s):
+        table.expire(now)
+        assert table.ready == (now > 0.0)
+        table.register(registration_of_one(pd_ttl_s=lives_s), now)
+    table.expire(2 * heard_again_s + lives_s)
+    assert not table.ready
 
 
 # --- rooms -------------------------------------------------------------------------------------------------------

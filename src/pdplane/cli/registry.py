@@ -15,7 +15,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "registry",
         help="run a registry apart from its prefill",
         description="Run the bootstrap registry of one prefill group, whose instances may come and go behind its "
-        "address; they find it by --registry. A prefill worker embeds one by default.",
+        "address; they find it by --registry. A prefill worker embeds one by default. Beyond loopback it starts with "
+        "--write-token, which prefills give as --registry-token, or where --allow-insecure says that none is needed; "
+        "looking up is open to whoever reaches it.",
+        epilog="example: PDPLANE_REGISTRY_WRITE_TOKEN=... pdplane registry --host 10.0.0.1",
     )
     settings.add_arguments(parser, RegistryConfig)
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))

@@ -16,7 +16,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "router",
         help="run the router",
-        description="Run the router: it pairs a prefill with a decode for every request and streams decode's answer.",
+        description="Run the router: it pairs a prefill with a decode for every request and streams decode's answer. "
+        "Beyond loopback without --api-key it serves whoever reaches it, says so in a warning, and refuses abort_all "
+        "(403), which would end the requests of strangers; an abort by rid stays.",
         epilog="example: pdplane router --prefill http://10.0.0.1:8100@8998 --decode http://10.0.0.2:8200",
     )
     settings.add_arguments(parser, RouterConfig)

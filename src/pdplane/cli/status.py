@@ -89,6 +89,7 @@ def _said_by_itself(worker: dict[str, Any]) -> list[str]:
     if figures:
         held = ", ".join(f"{count} {state}" for state, count in figures.get("pages", {}).items() if count)
         lines.append(f"jobs {figures.get('jobs', 0)}, pages {held}")
+    lines += [refused(one) for one in told.get("refused_sessions", [])]
     lines += [quarantine(one, worker["url"]) for one in told.get("quarantined", [])]
     lines += [f"ALARM {alarm}" for alarm in told.get("alarms", [])]
     return lines
@@ -105,6 +106,11 @@ def _words(name: str, told: dict[str, Any]) -> list[str]:
     if not value:
         return []
     return [f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"]
+
+
+def refused(one: dict[str, Any]) -> str:
+    """A peer with which this worker has no session; the message ends with the remedy."""
+    return f"REFUSED {one['peer'] or 'a stranger'} {one.get('ago_s', 0):.0f} s ago: {one['message']}"
 
 
 def quarantine(one: dict[str, Any], url: str) -> str:

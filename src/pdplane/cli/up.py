@@ -37,7 +37,7 @@ class UpConfig:
     decode: int = setting(1, "decode workers")
     aggregated: int = setting(0, "aggregated workers (prompt and answer in one process)")
     model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
-    host: str = setting("127.0.0.1", "address that the router listens on; workers stay on loopback")
+    host: str = setting("127.0.0.1", "address of the router (see `pdplane router --help`); workers stay on loopback")
     port: int = setting(8000, "port of the router")
     prefill_port: int = setting(8100, "HTTP port of the first prefill, the next ones count up")
     decode_port: int = setting(8200, "HTTP port of the first decode, the next ones count up")

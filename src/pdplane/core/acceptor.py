@@ -11,7 +11,7 @@ from .effects import CloseConn, Effect, SendFrame, SessionRefused
 from .errors import Cause
 from .frames import Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from .ids import ConnId, Instance, Link, Rank, Seat
-from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old
+from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old, unrunnable
 from .session import NO_CONN, Gone, Identity, Notice, SessionTimes, Up, no_slice, no_transport
 from .slices import slice_between
 
@@ -151,7 +151,7 @@ class Acceptor:
             return Cause("rebound", f"this session is {guest.hello.src}'s, rank {guest.hello.rank}", 400)
         spoken = min(hello.protocol_max, PROTOCOL_VERSION)
         unfit = mismatch(self._me.stamp, hello.stamp) or too_old(spoken, self._me.shape)
-        return unfit or too_old(spoken, hello.shape)
+        return unfit or too_old(spoken, hello.shape) or unrunnable(hello.shape, "decode")
 
     def _agree(self, guest: Guest, hello: Hello) -> Up | Cause:
         """By which transport, and which part of each page. Ours is the order of preference."""

@@ -54,8 +54,9 @@ class Door:
 
     def harvest(self) -> None:
         """Finished hand-offs: answered where the row ends them, else into the batch while it has a place. Who comes to
-        the batch may want a page at once, and may be the one to give way: growth is looked at again."""
-        size = len(self._batch)
+        the batch may want a page at once, or be the one to give way, and who ends here gives pages back, for which
+        somebody may starve with no event due: growth is looked at again."""
+        size, free = len(self._batch), self._node.ledger.free_count
         for receiver in list(self._arrived.values()):
             row = receiver.row
             assert row is not None
@@ -63,8 +64,9 @@ class Door:
                 receiver.apply(RE.ROW_ENDS)
             elif not self._batch.full:
                 self._run(receiver)
-        if len(self._batch) > size:
+        if len(self._batch) > size or self._node.ledger.free_count > free:
             self._batch.grow()
+            self._batch.restore()
 
     def _fits(self, receiver: Receiver) -> bool:
         return self._batch.may_admit(receiver.need.pages, receiver.need.most, receiver.leg.priority)

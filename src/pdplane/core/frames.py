@@ -116,7 +116,10 @@ class _RoomFrame(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
 
 
 class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
+    """`prompt`: what decode's leg carries, so that another one is refused before it is computed (protocol 2)."""
+
     policy: str = "early"
+    prompt: PromptId | None = None
 
 
 class Grant(_RoomFrame, frozen=True, tag="grant", kw_only=True):

@@ -87,6 +87,14 @@ def too_old(protocol: int, shape: Shape) -> Cause | None:
     return Cause("incompatible", f"{text}; run the same release on both sides, or one rank", 503)
 
 
+def unrunnable(shape: Shape, side: str) -> Cause | None:
+    """Context and pipeline parallel ranks hold parts of a prompt's pages that workers here neither send nor take."""
+    if shape.cp == shape.pp == 1:
+        return None
+    text = f"{side} has {shape}: workers here run data and tensor parallel ranks only"
+    return Cause("incompatible", f"{text}; start it with one context and one pipeline parallel rank", 503, side=side)
+
+
 _REMEDIES = {
     "protocol": "run releases on both sides that are at most one protocol version apart",
     "model": "serve the same model on both sides, with the same --served-model-name",

@@ -19,6 +19,7 @@ from .errors import Cause, bad_request, unavailable
 from .events import ControlEndpoint, RankKnown, RouteKnown
 from .frames import Beat
 from .ids import ConnId, Instance, Link, Rank, Room, Shape
+from .layout import unrunnable
 from .session import Identity, Notice, SessionTimes
 from .slices import pairs
 
@@ -42,6 +43,7 @@ class Group(msgspec.Struct):
     endpoints: dict[Rank, ControlEndpoint] = {}
     looking: bool = False
     waiting: dict[Room, Want] = {}
+    pairs: dict[int, tuple[tuple[Rank, Rank], ...]] = {}  # by dp rank, worked out once per answer
 
 
 class Membership:
@@ -83,6 +85,7 @@ class Membership:
             return []
         group.looking = False
         group.shape, group.follow_room, group.endpoints = route.shape, route.follow_room, dict(route.ranks)
+        group.pairs.clear()
         self._forget_idle()
         bad = [(room, cause) for room, want in group.waiting.items() if (cause := self._place(group, room, want, now))]
         for room, _ in bad:
@@ -132,7 +135,7 @@ class Membership:
         for group in self.groups.values():
             if group.looking or group.shape is None:
                 continue
-            for dp in range(group.shape.dp):
+            for dp in {want.dp for want in group.waiting.values() if want.dp is not None}:
                 if dialler in self._diallers(group, dp):
                     rooms += self._take(group, [room for room, want in group.waiting.items() if want.dp == dp])
         return rooms
@@ -198,6 +201,8 @@ class Membership:
     def _place(self, group: Group, room: Room, want: Want, now: float) -> Cause | None:
         """Settles the room's dp rank as far as it can be; a Cause where what was named cannot be."""
         assert group.shape is not None
+        if cause := unrunnable(group.shape, "prefill"):
+            return cause
         if want.named is not None and not 0 <= want.named < group.shape.dp:
             return _no_such_rank(want.named, group)
         if not group.follow_room:
@@ -231,8 +236,10 @@ class Membership:
     def _pairs(self, group: Group, dp: int) -> tuple[tuple[Rank, Rank], ...]:
         """The links to that dp rank, as (prefill's rank, ours); ranks that hold nothing for us are left out."""
         assert group.shape is not None
-        stamp, me = self._me.stamp, self._me
-        return pairs(stamp.groups, stamp.page_size, group.shape, me.shape, (dp, me.dp))
+        if dp not in group.pairs:
+            stamp, me = self._me.stamp, self._me
+            group.pairs[dp] = pairs(stamp.groups, stamp.page_size, group.shape, me.shape, (dp, me.dp))
+        return group.pairs[dp]
 
     def _diallers(self, group: Group, dp: int) -> list[Dialler]:
         keys = [(group.endpoints.get(source), here) for source, here in self._pairs(group, dp)]

@@ -391,7 +391,7 @@ class PrefillNode(Node):
             else:
                 sender.grant_in(link, frame)
         elif isinstance(frame, Announce):
-            sender.announced(link)
+            sender.announced(link, frame)
         elif isinstance(frame, Abort):
             sender.aborted(link, frame)
         else:

@@ -289,7 +289,7 @@ class Receiver:
         self._node.out += [DisarmGrant(self.grant, *gate) for gate in self._gates]
 
     def _announce(self, link: Link) -> None:
-        self._tell(link, Announce(**self._identity(link), policy=self._desk.policy))
+        self._tell(link, Announce(**self._identity(link), policy=self._desk.policy, prompt=self.leg.prompt))
 
     def _grant(self, link: Link) -> None:
         frame = Grant(

@@ -14,7 +14,7 @@ from typing import Protocol, TypedDict
 from .effects import AbortEngine, AnswerRow, CancelMoves, MovePages
 from .errors import Cause
 from .events import LegArrived
-from .frames import Abort, Drained, Failed, Frame, Grant, Ready, Row, Success
+from .frames import Abort, Announce, Drained, Failed, Frame, Grant, PromptId, Ready, Row, Success
 from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
 from .layout import pages_for
 from .node import Node
@@ -73,6 +73,7 @@ class Sender:
         self.leg: LegArrived | None = None
         self.peer: Instance | None = None
         self.links: dict[Link, None] = {}  # over which decode has spoken of this room
+        self.asked: PromptId | None = None  # the prompt of decode's leg, where ANNOUNCE says it
         self.grants: dict[Link, Grant] = {}
         self._granted_on: dict[Link, ConnId] = {}  # the session on which the GRANT was said last
         self._named = NO_GRANT  # by an ABORT whose GRANT was lost on the way: DRAINED proves for that number
@@ -143,12 +144,13 @@ class Sender:
     def leg_in(self, leg: LegArrived) -> None:
         self.leg = leg
         self.apply(SE.LEG_WITH_GRANT if self.granted else SE.LEG)
-        if self.state is S.ARMED and (wrong := self._mismatch()):
-            self.apply(SE.CANCEL, cause=wrong)
+        self._compare()
 
-    def announced(self, link: Link) -> None:
+    def announced(self, link: Link, frame: Announce) -> None:
         self._met(link)
+        self.asked = self.asked or frame.prompt
         self.apply(SE.ANNOUNCE, link=link)
+        self._compare()
 
     def grant_in(self, link: Link, frame: Grant) -> None:
         """A GRANT, or a part of one. Said again, after a session was lost, it lets the writes go on: decode stands by
@@ -227,18 +229,24 @@ class Sender:
         elif self.state is S.DRAINING:
             self.apply(SE.QUIET)
 
+    def _compare(self) -> None:
+        """Both legs are known: they must speak of the same tokens. Asked before anything is computed or written."""
+        if self.state in (S.WAITING, S.ARMED, S.AHEAD, S.HELD) and (wrong := self._mismatch()):
+            self.apply(SE.CANCEL, cause=wrong)
+
     def _mismatch(self) -> Cause | None:
         """The leg's prompt against the grant's: both sides must speak of the same tokens. Asked before any write."""
-        if self.grant is None or self.leg is None:
+        theirs = self.grant.prompt if self.grant else self.asked
+        if theirs is None or self.leg is None:
             return None
-        ours, theirs = self.leg.prompt, self.grant.prompt
+        ours = self.leg.prompt
         need = pages_for(ours.tokens, self._node.limits.page_size)
         if ours != theirs:
             text = (
                 f"the legs carry different prompts: prefill {ours.digest.hex()} of {ours.tokens} tokens, "
                 f"decode {theirs.digest.hex()} of {theirs.tokens} tokens"
             )
-        elif len(self.grant.pages) != need:
+        elif self.grant and len(self.grant.pages) != need:
             text = f"decode granted {len(self.grant.pages)} pages for {ours.tokens} tokens, which need {need}"
         else:
             return None

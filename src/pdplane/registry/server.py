@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pdplane.core.ids import Room
 from pdplane.settings import BadSetting, setting
-from pdplane.wire.address import url_of
+from pdplane.wire.address import is_loopback, url_of
 
 from .http import HttpConnection
 from .rooms import MAX_ROOMS, ROOM_TTL_S, RoomTable
@@ -23,14 +23,18 @@ from .table import RouteTable
 log = logging.getLogger(__name__)
 
 SWEEP_S = 15.0
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclasses.dataclass(frozen=True)
 class RegistryConfig:
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other hosts in")
+    host: str = setting(
+        "127.0.0.1", "address to listen on; one beyond loopback needs --write-token or --allow-insecure"
+    )
     port: int = setting(8998, "port to listen on, the bootstrap port of the prefill; 0 takes any free one")
     write_token: str = setting("", "Bearer token that registering needs; empty lets anyone register", secret=True)
+    allow_insecure: bool = setting(
+        False, "let whoever reaches it register: the network keeps others out, or SGLang's prefills must"
+    )
     expire_s: float = setting(
         0.0, "silence after which a rank is gone that named no time itself; 0 never, as SGLang's ranks register once"
     )
@@ -38,10 +42,14 @@ class RegistryConfig:
     max_rooms: int = setting(MAX_ROOMS, "rooms kept at most; the oldest half goes when it is full")
     keep_alive_s: float = setting(75.0, "seconds after which an idle connection is closed")
 
-    @property
-    def open_to_all(self) -> bool:
-        """Whether other hosts can register without a token."""
-        return not self.write_token and self.host not in LOOPBACK
+    def __post_init__(self) -> None:
+        """Raises BadSetting: who registers is where decodes send their requests' pages from."""
+        if not (self.write_token or self.allow_insecure or is_loopback(self.host)):
+            raise BadSetting(
+                f"--host {self.host} is not loopback: whoever reaches it could register as the prefill. Give it "
+                "--write-token and every prefill the same --registry-token, or say --allow-insecure where the network "
+                "itself keeps others out (SGLang's prefills know no token)"
+            )
 
 
 class RegistryServer:
@@ -111,7 +119,7 @@ async def serve(config: RegistryConfig) -> None:
     """Runs a registry on its own until SIGINT, SIGTERM or a cancel."""
     server = RegistryServer(config)
     await server.start()
-    if config.open_to_all:
+    if not config.write_token and not is_loopback(config.host):
         log.warning("whoever reaches %s can register here; --write-token says who may", config.host)
     print(f"registry at {url_of(config.host, server.port)} (Ctrl-C stops it)", flush=True)
     asked_to_stop = asyncio.Event()

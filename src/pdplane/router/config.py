@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdplane.settings import BadSetting, setting
-from pdplane.wire.address import bracketed
+from pdplane.wire.address import bracketed, is_loopback
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class RouterConfig:
     max_head_bytes: int = setting(64 * 1024, "largest request head")
     max_inflight: int = setting(10_000, "requests in flight before new ones get 429")
     max_samples: int = setting(1024, "prompts x n of one request")
-    api_key: str = setting("", "the key that clients must present as a bearer token; none: open", secret=True)
+    api_key: str = setting(
+        "", "the key that clients must present as a bearer token; none: open, but beyond loopback without abort_all",
+        secret=True,
+    )  # fmt: skip
     health_interval_s: float = setting(2.0, "time between two looks at a worker")
     health_timeout_s: float = setting(2.0, "how long a worker may take to answer a look")
     silent_s: float = setting(8.0, "a worker that answers nothing for so long has its requests ended")
@@ -52,6 +55,11 @@ class RouterConfig:
         for name in ("request_timeout_s", "health_interval_s", "health_timeout_s", "connect_timeout_s"):
             if getattr(self, name) <= 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether strangers share this door: nobody's calls can be told from anybody else's."""
+        return not self.api_key and not is_loopback(self.host)
 
 
 @dataclass(frozen=True)

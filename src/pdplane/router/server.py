@@ -85,6 +85,8 @@ async def serve(config: RouterConfig) -> None:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, stopped.set)
     log.info("router listens on http://%s:%d", config.host, server.port)
+    if config.open_to_all:
+        log.warning("whoever reaches %s is served, none may abort_all; --api-key says who may", config.host)
     try:
         await stopped.wait()
     finally:

@@ -181,6 +181,9 @@ def _abort(router: Router, incoming: Incoming, close: bool) -> Answer:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _error(bad_request(f"the abort call's body is not valid JSON: {error}", code="invalid_json"), close)
     authorization = incoming.headers.get(b"authorization", b"")
+    if asked.abort_all and router.config.open_to_all:
+        message = "abort_all would end the requests of strangers: start the router with --api-key, or name one by rid"
+        return _error(Cause("abort_all_not_allowed", message, 403, param="abort_all", side="router"), close)
     if asked.abort_all:
         return _json({"aborted": router.abort_all(authorization)}, close)
     if not asked.rid:

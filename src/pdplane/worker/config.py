@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 
 from pdplane.core.ids import Shape
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
 from pdplane.settings import BadSetting, flag_of, setting
-from pdplane.wire.address import WILDCARDS
+from pdplane.wire.address import WILDCARDS, is_loopback
 
 from .http.settings import HttpSettings
 
@@ -161,11 +160,3 @@ class WorkerConfig(HttpSettings):
             tombstone_s=self.request_timeout_s + 10,
             session=SessionTimes(beat_s=self.beat_s, silent_s=self.silent_s, grace_s=self.grace_s),
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what listens on `host`, or is dialled there, never leaves this machine. A name but localhost may."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

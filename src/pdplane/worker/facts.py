@@ -96,11 +96,7 @@ def server_info(group: Group[Shell[Node]]) -> dict[str, Any]:
         },
         "figures": figures(shells),
         "quarantined": [one for shell in shells for one in shell.quarantined()],
-        "refused_sessions": [
-            {"peer": peer, "code": cause.code, "message": cause.message}
-            for shell in shells
-            for peer, cause in shell.refused.items()
-        ],
+        "refused_sessions": [one for shell in shells for one in shell.refused_sessions()],
         "peers": [one for shell in shells for one in shell.peers()],
         "alarms": [alarm for shell in shells for alarm in shell.alarms],
     }

@@ -60,6 +60,8 @@ class PairedShell(Shell[N], Generic[N]):
         ]
 
     def _heard(self, event: Event) -> None:
+        if isinstance(event, FrameIn):
+            self.refusals.heard(event.frame)
         match event:
             case FrameIn(conn, Beat() as beat):
                 self._beats[conn] = (self._loop.time(), beat)

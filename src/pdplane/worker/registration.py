@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -30,7 +31,10 @@ from .config import WorkerConfig
 log = logging.getLogger(__name__)
 
 REGISTER_EVERY_S = 5.0
-SILENT_ROUNDS = 3  # of registering, after which a registry that runs apart drops our ranks
+SILENT_ROUNDS = 6
+"""Of registering, after which a registry that runs apart drops our ranks: 30 s. Long enough for a live prefill whose
+calls are lost twice in a row (each costs a round and the client's 5 s) while its loop, or the registry's, is busy for
+seconds; a dead one is known by its sessions long before."""
 RETRY_S = 0.2
 ROOM_PATIENCE_S = 60.0
 MAX_ROOMS_PER_CALL = 4096
@@ -58,33 +62,27 @@ async def registered(
     that have met this prefill need none); that it refuses us is said again. Raises BadSetting where its port is taken.
     """
     async with contextlib.AsyncExitStack() as stack:
-        token = token or ("" if config.registry else secrets.token_hex(16))  # nobody else registers at ours
-        server = None if config.registry else await stack.enter_async_context(_embedded(config, token))
-        url = config.registry if server is None else url_of(config.host, server.port)
-        client = await stack.enter_async_context(RegistryClient(url, token=token))
-        group = [
-            registration_of(
-                rank,
-                shape,
-                dialable(config.peer_host),
-                control_ports[rank],
-                page_size=page_size,
-                kv_cache_dtype=kv_dtype,
-                load_balance_method=load_balance_method,
-                prefill_http_port=config.port or None,
-                decode_allocation_policy=cast(Policy, policy),
-                pd_instance=instance,
-                pd_ttl_s=REGISTER_EVERY_S * SILENT_ROUNDS if server is None else None,  # an embedded one ends with us
-            )
-            for rank in ranks_of(shape)
-        ]
+        server, client = await _registry(stack, config, token)
+        told = functools.partial(
+            registration_of,
+            shape=shape,
+            rank_ip=dialable(config.peer_host),
+            page_size=page_size,
+            kv_cache_dtype=kv_dtype,
+            load_balance_method=load_balance_method,
+            prefill_http_port=config.port or None,
+            decode_allocation_policy=cast(Policy, policy),
+            pd_instance=instance,
+            pd_ttl_s=REGISTER_EVERY_S * SILENT_ROUNDS if server is None else None,  # an embedded one ends with us
+        )
+        group = [told(rank, rank_port=control_ports[rank]) for rank in ranks_of(shape)]
         entry = Registered(client, group, server, waits_for)
         stack.push_async_callback(_leave, client, instance)
         if server is not None:
             await entry.register()
             waits_for("")
         else:
-            waits_for(f"its registration at {url}")
+            waits_for(f"its registration at {client.base_url}")
             stack.enter_context(task(entry.keep_registered()))
             stack.enter_context(task(entry.keep_telling()))
         yield entry
@@ -191,6 +189,18 @@ class Registered:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+async def _registry(
+    stack: contextlib.AsyncExitStack, config: WorkerConfig, token: str
+) -> tuple[RegistryServer | None, RegistryClient]:
+    """(the embedded one, where there is none apart; a client of whichever it is)."""
+    if config.registry:
+        return None, await stack.enter_async_context(RegistryClient(config.registry, token=token))
+    token = token or secrets.token_hex(16)  # nobody else registers at ours
+    server = await stack.enter_async_context(_embedded(config, token))
+    url = url_of(config.host, server.port)
+    return server, await stack.enter_async_context(RegistryClient(url, token=token))
 
 
 async def _leave(client: RegistryClient, instance: str) -> None:

@@ -43,11 +43,10 @@ from pdplane.transport.pool import PagePool
 from .engine import EngineRequest, ModelSpec, Token, Tokenizer
 from .engine_thread import Emission, EngineThread
 from .jobs import Job, Jobs
+from .refusals import Refusals
 from .service import Generation, Stream
 
 log = logging.getLogger(__name__)
-
-MOST_REFUSED = 16
 
 N = TypeVar("N", bound=Node, covariant=True)
 
@@ -81,7 +80,7 @@ class Shell(Generic[N]):
         self._in_engine: set[Rid] = set()
         self.loop_lag_s = 0.0
         self.alarms: deque[str] = deque(maxlen=100)
-        self.refused: dict[Instance, Cause] = {}  # whose sessions do not come about, and why
+        self.refusals = Refusals()
         self.broken = ""
         self._faults: list[str] = []  # of the last audit
         self._stopped = False
@@ -157,22 +156,14 @@ class Shell(Generic[N]):
                 self.running_engine.abort(rid)
             case SessionRefused(peer, cause):
                 self.counts["session_refused", cause.code] += 1
-                if self.refused.get(peer) != cause:  # said once, however often it is tried
+                if self.refusals.note(peer, cause, self._loop.time()):
                     log.warning("session with %s refused: %s", peer or "a stranger", cause)
-                self._note_refused(peer, cause)
             case Alarm(text):
                 self.alarms.append(text)
                 self.counts["alarm", ""] += 1
                 log.error("%s", text)
             case _:
                 self._do_role(effect)
-
-    def _note_refused(self, peer: Instance, cause: Cause) -> None:
-        """The last few, one per peer."""
-        self.refused.pop(peer, None)
-        self.refused[peer] = cause
-        if len(self.refused) > MOST_REFUSED:
-            del self.refused[next(iter(self.refused))]
 
     def count(self, name: str) -> None:
         self.counts[name, ""] += 1
@@ -269,6 +260,10 @@ class Shell(Generic[N]):
 
     def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
         return {"instance": self.instance, "owner": owner, "pages": pages}
+
+    def refused_sessions(self) -> list[dict[str, Any]]:
+        """Whose sessions do not come about, and why."""
+        return self.refusals.told(self._loop.time())
 
     def peers(self) -> list[dict[str, Any]]:
         """What the other ends of control sessions last said of themselves."""
