@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from pdplane.core.ids import GrantNo, PageId
+from pdplane.core.ids import GrantNo, PageId, Seat
+from pdplane.core.slices import whole_page
 from pdplane.transport import memfd, page_lock, slicing
 from pdplane.transport import shm_frames as frames
 from pdplane.transport.landing_table import Verdict
+from pdplane.transport.page_lock import WriteGate
 from pdplane.transport.shm_push_landing import SPARE_SLOTS, ShmPushLanding
 from pdplane.transport.shm_push_mover import ShmPushMover
 
@@ -359,3 +361,39 @@ def test_ends_come_and_go_without_leaving_descriptors(rig: Rig) -> None:
         come_and_go(grant)
     rig.landing.close()
     assert open_files() < before
+
+
+# --- a peer that is cut off while it writes --------------------------------------------------------------------------
+
+
+def writer_inside(landing: ShmPushLanding, grant: int, peer: Seat, page: int) -> tuple[WriteGate, int]:
+    """A grant to `peer`, whose writer holds the lock that a batch takes."""
+    landing.arm(GrantNo(grant), peer, [PageId(page)], whole_page(PAGE_BYTES))
+    words = landing._words[peer]
+    gate = WriteGate(words.new_reader(), words.slots)
+    slot = gate.enter(GrantNo(grant))
+    assert slot is not None
+    return gate, slot
+
+
+def test_a_peer_torn_down_just_after_its_last_batch_is_asked_nothing_more(rig: Rig) -> None:
+    landing = landing_of(rig)
+    gate, slot = writer_inside(landing, 1, P, 0)
+    assert not landing.revoke(GrantNo(1))
+    gate.leave(slot)
+    assert landing.teardown(P.instance)
+    rig.told.wait(lambda told: told.quiet == [GrantNo(1)])
+    landing.disarm(GrantNo(1))
+    gate.close()
+
+
+def test_the_words_of_a_peer_that_was_cut_off_inside_a_write_are_closed_when_it_is_out(rig: Rig) -> None:
+    landing = landing_of(rig)
+    gate, _slot = writer_inside(landing, 1, P, 0)
+    assert not landing.revoke(GrantNo(1))
+    assert not landing.teardown(P.instance)
+    assert P in landing._words
+    gate.close()  # the kernel drops a dead writer's lock
+    rig.told.wait(lambda told: told.quiet == [GrantNo(1)])
+    landing.disarm(GrantNo(1))
+    assert P not in landing._words

@@ -47,6 +47,7 @@ class ShmPushLanding(LocalLanding):
     ) -> None:
         self._lock = threading.Lock()
         self._words: dict[Seat, GrantWords] = {}
+        self._torn: set[Seat] = set()  # cut off while it might still write: its words stay until it cannot
         self._writers: dict[GrantNo, set[Seat]] = {}  # who may still be writing
         self._awaited: set[GrantNo] = set()  # revoked, and on_quiet owed
         self._tell_quiet = on_quiet
@@ -78,17 +79,15 @@ class ShmPushLanding(LocalLanding):
             self._is_quiet(grant)
             self._writers.pop(grant, None)
             self._awaited.discard(grant)
+            self._close_torn()
 
     def teardown(self, peer: Instance) -> bool:
         """True only where this instance holds no grant: else it may be stopped inside a write."""
         super().teardown(peer)
         with self._lock:
-            mine = [seat for seat in self._words if seat.instance == peer]
-            held = [seat for seat in mine if self._words[seat].may_write()]
-            for seat in mine:
-                if seat not in held:
-                    self._words.pop(seat).close()
-            return not held
+            self._torn.update(seat for seat in self._words if seat.instance == peer)
+            self._close_torn()
+            return not any(seat.instance == peer for seat in self._torn)
 
     def close(self) -> None:
         super().close()
@@ -100,23 +99,31 @@ class ShmPushLanding(LocalLanding):
     # --- under the lock ---
 
     def _words_of(self, seat: Seat) -> GrantWords:
+        self._torn.discard(seat)
         if seat not in self._words:
             self._words[seat] = GrantWords(self.pool.pages + SPARE_SLOTS)
         return self._words[seat]
 
     def _withdraw(self, grant: GrantNo) -> None:
         for seat in self._writers.get(grant, ()):
-            self._words[seat].withdraw(grant)
+            if words := self._words.get(seat):
+                words.withdraw(grant)
 
     def _is_quiet(self, grant: GrantNo) -> bool:
-        """The proof, from every peer of the grant."""
-        writing = {seat for seat in self._writers.get(grant, ()) if not self._words[seat].is_quiet(grant)}
+        """The proof, from every peer of the grant. Without words a peer has been cut off, and can write nothing."""
+        known = [(seat, self._words.get(seat)) for seat in self._writers.get(grant, ())]
+        writing = {seat for seat, words in known if words and not words.is_quiet(grant)}
         if writing:
             self._writers[grant] = writing
             return False
         self._writers.pop(grant, None)
         self._awaited.discard(grant)
         return True
+
+    def _close_torn(self) -> None:
+        for seat in [seat for seat in self._torn if not self._words[seat].may_write()]:
+            self._words.pop(seat).close()
+            self._torn.discard(seat)
 
     # --- on the thread ---
 
@@ -125,6 +132,7 @@ class ShmPushLanding(LocalLanding):
             if grant not in self._awaited:
                 return
             quiet = self._is_quiet(grant)
+            self._close_torn()
         if quiet:
             self._tell_quiet(grant)
         else:
