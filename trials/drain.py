@@ -80,6 +80,7 @@ async def _leave(
     await _running(streams)
     load = Load(running.router.url, known, 3)
     await asyncio.sleep(1.0)
+    asked_at = time.time()
     await asyncio.to_thread(act, victim)
     at = time.monotonic()
     unready_s = await _until_unready(victim, at)
@@ -91,25 +92,26 @@ async def _leave(
     after = (await seen_by_router(running))[victim.url]["requests"]
     await load.stop()
     verdicts.say(f"{name}: no new pairs", after == opened, f"{opened} legs when the router knew, {after} at the end")
-    _streams(name, streams, cut, verdicts)
+    before, new = ([one for one in load.asked if (one.call.sent_at >= asked_at) is is_new] for is_new in (False, True))
+    _running_ones(name, streams + before, cut, verdicts)
     left = next((line for line in reversed(victim.tail(50).splitlines()) if "left" in line), "nothing said")
     verdicts.say(f"{name}: exit code 0, and what is left is said", ended == 0 and "left" in left, f"{ended}, {left!r}")
-    bad = [f"{one.call.status} {one.call.error or one.call.broken}" for one in load.asked if not one.whole]
-    wrong = [fault for one in load.asked if one.whole and (fault := one.fault())]
-    verdicts.none(f"{name}: {len(load.asked)} new requests, each whole and right, no 5xx", bad + wrong)
+    bad = [f"{one.call.status} {one.call.error or one.call.broken}" for one in new if not one.whole]
+    wrong = [fault for one in new if one.whole and (fault := one.fault())]
+    verdicts.none(f"{name}: {len(new)} new requests, each whole and right, no 5xx", bad + wrong)
 
 
-def _streams(name: str, streams: list[Asked], cut: bool, verdicts: Verdicts) -> None:
+def _running_ones(name: str, streams: list[Asked], cut: bool, verdicts: Verdicts) -> None:
     faults = [fault for one in streams if (fault := one.fault())]
     whole = sum(one.whole for one in streams)
     ended = [one for one in streams if not one.whole]
     if not cut:
         verdicts.none(
-            f"{name}: {whole} of {len(streams)} running streams whole and right", faults + [one.code for one in ended]
+            f"{name}: {whole} of {len(streams)} running requests whole and right", faults + [one.code for one in ended]
         )
         return
     codes = sorted({one.code for one in ended})
-    explicit = ended and all(one.code and not one.call.broken and one.call.events for one in ended)
+    explicit = ended and all(one.code and not one.call.broken for one in ended)
     verdicts.say(
         f"{name}: what is cut ends with an error event, not a reset", bool(explicit) and not faults, codes + faults
     )

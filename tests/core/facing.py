@@ -141,6 +141,7 @@ class Facing:
         self.d_limits, self.p_limits = d_limits or limits(), p_limits or limits()
         self.reachable = True
         self.route_cause: Cause | None = None
+        self.stale_route: RouteKnown | None = None  # what the registry still says
         self.boxes: list[Box] = []
         self.listeners: dict[ControlEndpoint, tuple[Box, Rank]] = {}
         self.conns: dict[ConnId, tuple[Box, Box]] = {}
@@ -193,6 +194,8 @@ class Facing:
             case LookUp(address):
                 if self.route_cause:
                     box.take(RouteFailed(address, self.route_cause))
+                elif self.stale_route:
+                    box.take(self.stale_route)
                 else:
                     ranks = tuple((rank, at) for at, (_, rank) in self.listeners.items())
                     box.take(RouteKnown(address, ranks, Shape(tp=self.tp[0]), self.follow_room))

@@ -383,3 +383,40 @@ def test_links_are_worked_out_once_per_answer(monkeypatch: pytest.MonkeyPatch) -
     world.cut(reachable=False)
     world.wait(3.0)
     assert len(worked_out) == 1
+
+
+def test_half_of_every_page_is_never_taken_for_whole_ones_by_a_registry_that_is_out_of_date() -> None:
+    world = Facing()
+    world.meet(4)
+    world.send_all(4)
+    world.pump()
+    world.tp = (2, 1)
+    world.restart_prefill()  # with two ranks now, the first of them where the only one was
+    world.stale_route = RouteKnown(ADDRESS, ((Rank(), ControlEndpoint("p", 1)),), Shape(tp=1))
+    world.wait(1.0)
+    world.legs_in(5)
+    world.pump()
+    world.wait(1.0)
+    cause = world.d.failed("r5")
+    assert cause.code == "prefill_not_ready"
+    assert "tp 1, pp 1, the prefill itself dp 1, cp 1, tp 2, pp 1" in cause.message
+    assert len(world.d.all(ArmGrant)) == 1
+    world.stale_route = None
+    world.meet(6)
+    world.wait(1.0)
+    assert world.d_state(6) is R.GRANTED
+
+
+def test_prefill_refuses_a_grant_that_names_a_part_of_the_links() -> None:
+    world = Facing(tp=(2, 1))
+    world.meet(5)
+    link = world.receiver(5).links[0]
+    part = Grant(
+        room=Room(77), grant=world.receiver(5).grant, src=Instance("D1"), dst=Instance("P1"), rank=link.there.rank,
+        pages=(), prompt=world.legs[5].prompt, time_left_s=1.0,
+    )  # fmt: skip
+    assert world.decode.send(link, part)
+    world.d.take(world.leg(6))
+    world.pump()
+    refused = [failed for failed in world.p.sent(Failed) if failed.room == 77]
+    assert only(refused).cause.code == "bad_grant"

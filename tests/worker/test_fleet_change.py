@@ -209,3 +209,40 @@ async def test_new_work_goes_elsewhere_while_a_worker_drains_and_nobody_sees_a_5
         pair, whole = await it.both(*completion("after all"))
         assert texts(pair) == texts(whole)
         await it.at_rest()
+
+
+async def test_a_decode_that_must_go_ends_its_streams_with_an_explicit_error_event_and_the_other_serves() -> None:
+    async with fleet(1, 2, whole=True) as it:
+        leaving = it.decode
+        leaving.engine.allow = it.decodes[1].engine.allow = 2
+        streams = [Talk(it.url, {**STREAM, "prompt": f"stream {i}"}) for i in range(4)]
+        await until(lambda: sum(len(one.engine.added) for one in it.decodes) == 4)
+        await until(lambda: all(job.completion_tokens for one in it.decodes for job in one.shell.jobs.values()))
+        cut = len(leaving.group.jobs)
+        leaving.group.drain("scale down")
+        leaving.group.cut("the worker stopped before the request had ended")
+        for one in it.decodes:
+            one.let_go()
+        ends = [(await talk.answer()).text.rstrip().split("\n\n") for talk in streams]
+        assert sum("worker_stopping" in end[-1] for end in ends) == cut > 0
+        assert all(end[-1] == "data: [DONE]" for end in ends if "worker_stopping" not in end[-1])
+        pair, whole = await it.both(*completion("after all"))
+        assert texts(pair) == texts(whole)
+        await it.at_rest()
+
+
+async def test_streams_whose_prefill_has_gone_finish_as_if_it_were_there() -> None:
+    async with fleet(2, 1, whole=True) as it:
+        it.decode.engine.allow = 2
+        bodies = [{**STREAM, "prompt": f"stream {i}"} for i in range(4)]
+        streams = [Talk(it.url, body) for body in bodies]
+        await until(lambda: len(it.decode.engine.added) == 4 and it.decode.engine.allow == 0)
+        leaving = it.prefill
+        leaving.group.drain("scale down")
+        await until(lambda: not leaving.group.jobs)
+        await leaving.exit()
+        it.decode.let_go()
+        for body, talk in zip(bodies, streams, strict=True):
+            assert texts(await talk.answer()) == texts(await it.whole.post(COMPLETIONS, body))
+        pair, whole = await it.both(*completion("after all"))
+        assert texts(pair) == texts(whole)

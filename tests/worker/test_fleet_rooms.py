@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .fleets import CHAT, COMPLETIONS, Fleet, Talk, client, essence, fleet, pairing, texts, until
+from .fleets import CHAT, COMPLETIONS, GENERATE, Fleet, Talk, client, essence, fleet, pairing, texts, until
 from .test_fleet_answers import completion
 
 BODY = completion()[1]
@@ -76,13 +76,17 @@ async def test_a_rid_in_use_is_a_409_and_the_first_request_is_unharmed() -> None
         await it.at_rest()
 
 
-BAD_ROOMS: list[Any] = [0, -1, 2**63, 2**200, "7", 1.5, True, [], [1, 2], {}]
+BAD_ROOMS: list[Any] = [0, -1, 2**63, 2**200, "7", "room", 1.5, True, [], [1, 2], [0], [-1], [2**63], ["7"], {}]
+ASKED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    GENERATE: {"text": "x"},
+}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", ASKED)
 async def test_a_bad_room_is_a_400_on_both_legs(path: str) -> None:
-    body = {**BODY, "messages": [{"role": "user", "content": "x"}]}
-    body.pop("prompt" if path == CHAT else "messages")
+    body = ASKED[path]
     async with fleet(whole=True) as it:
         for room in BAD_ROOMS:
             for one in (it.prefill, it.decode):

@@ -12,7 +12,7 @@ from pdplane.core.layout import LayoutGroup
 from pdplane.transport import checksum
 
 from .fake_engine import spec
-from .fleets import COMPLETIONS, Fleet, Talk, essence, fleet, pairing, until
+from .fleets import COMPLETIONS, Fleet, Talk, essence, fleet, pairing, texts, until
 from .test_fleet_answers import completion
 
 TP = [(1, 2), (2, 1), (2, 4), (4, 1), (4, 4)]
@@ -132,6 +132,48 @@ async def test_an_explicit_prefill_rank_is_the_one_that_decode_fetches_from() ->
             assert [len(engine.added) for engine in it.prefill.engines] == before
         await it.at_rest()
         assert all(engine.added for engine in it.decode.engines)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_one_body_that_names_the_prefills_rank_serves_both_legs(policy: str) -> None:
+    by_load = {"dp": 2, "load_balance_method": "total_requests"}
+    async with fleet(whole=True, both={"decode_allocation_policy": policy}, prefill=by_load) as it:
+        for dp, room in ((0, 31), (1, 32), (1, 33), (0, 34)):
+            asked = completion(f"prompt {room}", max_tokens=3)[1]
+            body = {**asked, **pairing(it, room), "disagg_prefill_dp_rank": dp}
+            legs = await asyncio.gather(it.prefill.post(COMPLETIONS, body), it.decode.post(COMPLETIONS, body))
+            assert [leg.status_code for leg in legs] == [200, 200], [leg.text for leg in legs]
+            assert texts(legs[1]) == texts(await it.whole.post(COMPLETIONS, asked))
+            [leg] = (await it.decode.get(f"/requests/{room}")).json()["legs"]
+            links = [link for grant in leg["grants"] for link in grant["links"]]
+            assert links
+            assert all(it.prefill.shells[dp].instance in str(link) for link in links), links
+        await it.at_rest()
+
+
+CONTRADICTIONS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "prefill, its own name": ("follow_bootstrap_room", "prefill", {"routed_dp_rank": 0}),
+    "prefill, the older name": ("follow_bootstrap_room", "prefill", {"data_parallel_rank": 0}),
+    "prefill, the pair's name": ("follow_bootstrap_room", "prefill", {"disagg_prefill_dp_rank": 0}),
+    "decode, the pair's name": ("follow_bootstrap_room", "decode", {"disagg_prefill_dp_rank": 0}),
+    "decode, a rank that prefill lacks": ("total_requests", "decode", {"disagg_prefill_dp_rank": 2}),
+    "prefill, a rank that it lacks": ("total_requests", "prefill", {"disagg_prefill_dp_rank": 2}),
+    "prefill, two names": ("total_requests", "prefill", {"disagg_prefill_dp_rank": 0, "routed_dp_rank": 1}),
+    "decode, two names": ("total_requests", "decode", {"data_parallel_rank": 0, "routed_dp_rank": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+async def test_a_rank_that_cannot_be_is_a_400_that_names_it_and_nothing_is_computed(case: str) -> None:
+    method, side, named = CONTRADICTIONS[case]
+    async with fleet(prefill={"dp": 2, "load_balance_method": method}, decode={"dp": 2}) as it:
+        answer = await getattr(it, side).post(COMPLETIONS, {**completion("x")[1], **pairing(it, 7), **named})
+        assert answer.status_code == 400, answer.text
+        message = answer.json()["error"]["message"]
+        assert "rank" in message
+        assert all(str(rank) in message for rank in named.values()), message
+        await it.at_rest()
+        assert all(engine.added == [] for one in it.members for engine in one.engines)
 
 
 async def test_a_rank_that_contradicts_the_room_is_a_400_on_both_sides_naming_both() -> None:

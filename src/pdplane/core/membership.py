@@ -21,7 +21,7 @@ from .frames import Beat
 from .ids import ConnId, Instance, Link, Rank, Room, Shape
 from .layout import unrunnable
 from .session import Identity, Notice, SessionTimes
-from .slices import pairs
+from .slices import pairs, shard_bytes
 
 ASK_AGAIN_S = 0.05  # for a room's dp rank that prefill has not written yet
 
@@ -264,16 +264,32 @@ class Membership:
             return None
         who = ", ".join(f"{dialler.endpoint} is {dialler.bound}" for dialler in dict.fromkeys(found))
         text = f"the ranks that the registry at {group.address} names are not one prefill's: {who}"
+        shapes = {dialler.up_as.shape for dialler in found if dialler.up_as} - {group.shape}
+        if shapes:
+            text = f"the registry at {group.address} says {group.shape}, the prefill itself {shapes.pop()}"
         return unavailable("prefill_not_ready", f"{text}; wait until all of its ranks have registered", side="prefill")
 
     def _lanes(self, group: Group, dp: int) -> tuple[Lane, ...]:
-        """() unless every session is up, with the rank that was meant, and all of them with one instance."""
+        """() unless every session is up, with the rank that was meant, all of them with one instance, and that is of
+        the shape by which the links were worked out: the registry may speak of the life before."""
         wanted = self._pairs(group, dp)
         ups = [dialler.up_as for dialler in self._diallers(group, dp) if dialler.up and dialler.up_as]
         met = tuple((up.link.there.rank, up.link.here) for up in ups)
         if not wanted or met != wanted or len({up.link.there.instance for up in ups}) != 1:
             return ()
-        return tuple(Lane(up.link, up.endpoint.kind, up.slice) for up in ups)
+        if any(up.shape != group.shape for up in ups):
+            return ()
+        lanes = tuple(Lane(up.link, up.endpoint.kind, up.slice) for up in ups)
+        self._assert_whole(lanes)
+        return lanes
+
+    def _assert_whole(self, lanes: tuple[Lane, ...]) -> None:
+        """O3 before all else: what the lanes bring together is every byte of a page on every rank of ours."""
+        me, stamp = self._me, self._me.stamp
+        for here in me.ranks:
+            brought = sum(lane.slice.size_bytes for lane in lanes if lane.link.here == here)
+            size = shard_bytes(stamp.groups, stamp.page_size, here.tp, me.shape.tp)
+            assert brought == size, f"the lanes bring {brought} of {size} bytes of a page to rank {here}"
 
     def _forget_idle(self) -> None:
         """Endpoints that no registry names any more, once nobody is bound there: a prefill may come back on new ports

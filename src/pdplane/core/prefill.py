@@ -52,7 +52,6 @@ class PrefillNode(Node):
     def __init__(self, me: Identity, limits: Limits) -> None:
         super().__init__(limits)
         self.instance: Instance = me.instance
-        self.ranks = me.ranks
         self.ahead = me.stamp.policy == PREFILL_COMPLETE
         self.cache = PrefixCache(self.ledger)
         self.rooms: Rooms[Sender] = Rooms(limits.tombstone_s)
@@ -63,7 +62,7 @@ class PrefillNode(Node):
         self._waiting: set[Room] = set()
         self._orphans: set[Room] = set()  # asked for by a decode, without a leg
         self._holds = Holds(limits.held_pages or self.ledger.capacity // 2, limits.hold_term_s)
-        self._reception = Reception(self)
+        self._reception = Reception(self, me)
         self._moves = 0
         self._returned = 0  # times that a room has given its pages back
         self.computing = 0  # prompts that the engine has
@@ -406,6 +405,7 @@ class PrefillNode(Node):
 
     def _link_up(self, up: Up) -> None:
         """Rooms go on when their GRANT is said again: decode may have given some of them up meanwhile."""
+        self._reception.met(up.link, up.shape)
         self.out.append(ConnectData(up.link, up.endpoint, up.slice))
 
     def _peer_gone(self, peer: Instance) -> None:
@@ -414,6 +414,7 @@ class PrefillNode(Node):
         for sender in list(self.rooms.live.values()):
             if sender.peer == peer:
                 sender.apply(SE.PEER_GONE, cause=Cause("peer_gone", text, 503, retryable=True, side="decode"))
+        self._reception.parted(peer)
         self.out.append(Teardown(peer))
 
     def _beat(self, peer: Instance) -> Beat:

@@ -8,16 +8,17 @@ from typing import Protocol
 
 from .errors import Cause
 from .frames import Abort, Announce, Drained, Failed, Frame, Grant, Received
-from .ids import GrantNo, Instance, Link, Rank, Room
+from .ids import GrantNo, Instance, Link, Rank, Room, Shape
 from .node import Node
 from .rooms import Tombstone
+from .session import Identity
+from .slices import pairs
 
 FromDecode = Announce | Grant | Abort | Received
 
 
 class Desk(Protocol):
     instance: Instance
-    ranks: tuple[Rank, ...]
 
     @property
     def node(self) -> Node: ...
@@ -26,9 +27,20 @@ class Desk(Protocol):
 
 
 class Reception:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, me: Identity) -> None:
         self._desk = desk
         self._node = desk.node
+        self._me = me
+        self._links: dict[Link, frozenset[tuple[Rank, Rank]]] = {}  # all links to whom that session is with
+
+    def met(self, link: Link, theirs: Shape) -> None:
+        """The session of this link is up, with a decode of this shape."""
+        me, stamp, dp = self._me, self._me.stamp, link.there.rank.dp
+        self._links[link] = frozenset(pairs(stamp.groups, stamp.page_size, me.shape, theirs, (me.dp, dp)))
+
+    def parted(self, peer: Instance) -> None:
+        for link in [link for link in self._links if link.there.instance == peer]:
+            del self._links[link]
 
     def refuse(self, link: Link, frame: FromDecode, cause: Cause) -> None:
         """FAILED, and DRAINED: nothing was or will be written under what the frame names."""
@@ -56,12 +68,13 @@ class Reception:
             self._drained(link, frame.room, frame.grant)
 
     def ill_formed(self, link: Link, frame: Grant) -> Cause | None:
-        """A grant's links must be ours, and this one among them: half a prompt must never pass for a whole one."""
-        ours = {rank for rank, _ in frame.links}
-        if not frame.links or ((link.here, link.there.rank) in frame.links and ours <= set(self._desk.ranks)):
+        """A grant names exactly the links that both shapes ask for: half a prompt must never pass for a whole one."""
+        named = frame.links or ((link.here, link.there.rank),)
+        expected = self._links.get(link, frozenset())
+        if (link.here, link.there.rank) in named and len(named) == len(expected) and expected.issuperset(named):
             return None
-        named = ", ".join(f"{source} to {target}" for source, target in frame.links)
-        text = f"grant {frame.grant} came over {link.here} to {link.there.rank} and names the links {named}"
+        told, due = (", ".join(f"{source} to {target}" for source, target in sorted(of)) for of in (named, expected))
+        text = f"grant {frame.grant} names the links {told}; between these two they are {due or 'none'}"
         return Cause("bad_grant", text, 502, side="decode")
 
     def _drained(self, link: Link, room: Room, grant: GrantNo) -> None:

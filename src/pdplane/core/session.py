@@ -56,11 +56,12 @@ class Identity(msgspec.Struct, frozen=True):
 
 class Up(msgspec.Struct, frozen=True):
     """The session of this link is up (again): resync its rooms. Pages of the link go to `endpoint` (prefill's end), or
-    come by its kind (decode's end)."""
+    come by its kind (decode's end). `shape`: the peer's group as the peer itself says it."""
 
     link: Link
     endpoint: DataEndpoint
     slice: Slice
+    shape: Shape = Shape()
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""What one link has been asked to move: batches that wait, and frames that were sent and wait for their acks."""
+"""What one link has been asked to move: batches that wait, and frames that were sent and wait for their acks. Every
+batch completes exactly once, however it ends."""
 
 from __future__ import annotations
 
@@ -6,34 +7,46 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdplane.core.ids import GrantNo, MoveNo
+from pdplane.core.slices import Slice
 
-from .contract import Pair
+from .contract import PAGES_PER_FRAME, Pair
 from .landing_table import Verdict
 from .tcp_frames import BadData
 
-Frame = tuple[Pair, ...]
+Frame = Sequence[Pair]
+MAX_PAGE = 2**32 - 1
+"""A page number is four bytes on the wire."""
+
+
+def pages_per_frame(slice_: Slice, frame_bytes: int) -> int:
+    return min(PAGES_PER_FRAME, max(1, frame_bytes // slice_.size_bytes))
 
 
 class Batch:
-    """One move. `frames` are not begun yet; `unacked` counts those that are and have no ack."""
+    """One move. The pairs from `begun` on are not on their way yet; `unacked` counts the frames that are and have no
+    ack."""
 
-    __slots__ = ("begun", "error", "frames", "grant", "number", "unacked")
+    __slots__ = ("begun", "error", "grant", "number", "pairs", "unacked")
 
-    def __init__(self, number: MoveNo, grant: GrantNo, pairs: Sequence[Pair], pages_per_frame: int) -> None:
+    def __init__(self, number: MoveNo, grant: GrantNo, pairs: Sequence[Pair]) -> None:
         self.number = number
         self.grant = grant
-        starts = range(0, len(pairs), pages_per_frame)
-        self.frames = deque(tuple(pairs[start : start + pages_per_frame]) for start in starts)
-        self.begun = False
+        self.pairs = pairs
+        self.begun = 0
         self.unacked = 0
         self.error = ""
+
+    @property
+    def all_begun(self) -> bool:
+        return self.begun >= len(self.pairs)
 
 
 class Batches:
     """In order. `complete` is called once for each batch."""
 
-    def __init__(self, complete: Callable[[MoveNo, str], None]) -> None:
+    def __init__(self, complete: Callable[[MoveNo, str], None], pages_per_frame: int) -> None:
         self._complete = complete
+        self._pages_per_frame = pages_per_frame
         self._waiting: deque[Batch] = deque()
         self._unacked: deque[Batch] = deque()  # of frames begun, in the order of their seq
         self._acked = 0
@@ -42,25 +55,31 @@ class Batches:
     def in_flight(self) -> int:
         return len(self._unacked)
 
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
     def post(self, batch: Batch) -> None:
         self._waiting.append(batch)
 
     def head(self) -> tuple[int, GrantNo, Frame] | None:
         """(seq, grant, pairs) of the frame that is next."""
-        if not self._waiting:
-            return None
-        batch = self._waiting[0]
-        return self._acked + len(self._unacked) + 1, batch.grant, batch.frames[0]
+        while self._waiting:
+            batch = self._waiting[0]
+            pairs = batch.pairs[batch.begun : batch.begun + self._pages_per_frame]
+            if all(0 <= pair.dst <= MAX_PAGE for pair in pairs):
+                return self._acked + len(self._unacked) + 1, batch.grant, pairs
+            self._discard(batch, Verdict.NOT_GRANTED)
+        return None
 
     def begin(self) -> None:
         """The head is on its way."""
         batch = self._waiting[0]
-        batch.frames.popleft()
-        if not batch.frames:
-            self._waiting.popleft()
-        batch.begun = True
+        batch.begun += self._pages_per_frame
         batch.unacked += 1
         self._unacked.append(batch)
+        if batch.all_begun:
+            self._waiting.popleft()
 
     def acked(self, seq: int, verdict: Verdict) -> None:
         if not self._unacked or seq != self._acked + 1:
@@ -68,11 +87,10 @@ class Batches:
         self._acked = seq
         batch = self._unacked.popleft()
         batch.unacked -= 1
-        if verdict is not Verdict.LANDED:
-            batch.error = batch.error or f"discarded: {verdict}"
-            self._drop_rest(batch)
-        if not batch.unacked and not batch.frames:
-            self._complete(batch.number, batch.error)
+        if verdict is Verdict.LANDED:
+            self._complete_if_over(batch)
+        else:
+            self._discard(batch, verdict)
 
     def cancel(self, grant: GrantNo) -> None:
         dropped = [batch for batch in self._waiting if batch.grant == grant and not batch.begun]
@@ -89,8 +107,14 @@ class Batches:
         for batch in outstanding:
             self._complete(batch.number, batch.error or error)
 
-    def _drop_rest(self, batch: Batch) -> None:
+    def _discard(self, batch: Batch, verdict: Verdict) -> None:
         """What has not begun of a discarded move would be discarded too."""
-        if batch.frames:
-            batch.frames.clear()
+        batch.error = batch.error or f"discarded: {verdict}"
+        if not batch.all_begun:
+            batch.begun = len(batch.pairs)
             self._waiting.remove(batch)
+        self._complete_if_over(batch)
+
+    def _complete_if_over(self, batch: Batch) -> None:
+        if batch.all_begun and not batch.unacked:
+            self._complete(batch.number, batch.error)
