@@ -329,7 +329,7 @@ def test_no_thread_is_left_behind() -> None:
     before = set(threading.enumerate())
     rig = Rig(Tcp())
     names = {thread.name for thread in set(threading.enumerate()) - before}
-    assert names == {f"pdplane-mover-{P}", f"pdplane-landing-{D}"}
+    assert names == {f"pdplane-tcp-mover-{P}", f"pdplane-tcp-landing-{D}"}
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     rig.close()
     assert set(threading.enumerate()) == before

@@ -14,9 +14,11 @@ from pdplane.core.ids import GrantNo
 from pdplane.core.slices import whole_page
 from pdplane.transport import shm_frames as frames
 from pdplane.transport import shm_sockets, slicing
+from pdplane.transport.batches import pages_per_frame
+from pdplane.transport.landing import MAX_UNBOUND
 from pdplane.transport.landing_table import Verdict
-from pdplane.transport.shm_landing import MAX_UNBOUND, ShmLanding
-from pdplane.transport.shm_mover import FRAME_BYTES, pages_per_frame
+from pdplane.transport.shm_landing import ShmLanding
+from pdplane.transport.shm_link import FRAME_BYTES
 
 from .local_peers import POOL_BYTES, RawPrefill, a_memfd, acked, is_served, open_files, page_list, placed
 from .rigs import PAGE_BYTES, STRANGER, D, P, Rig, Shm, seat
@@ -65,9 +67,9 @@ def test_a_full_frame_fits_a_packet() -> None:
 
 
 def test_a_frame_is_small_enough_to_be_waited_for() -> None:
-    assert pages_per_frame(whole_page(4096)) == 64
-    assert pages_per_frame(whole_page(FRAME_BYTES // 3)) == 3
-    assert pages_per_frame(whole_page(2 * FRAME_BYTES)) == 1
+    assert pages_per_frame(whole_page(4096), FRAME_BYTES) == 64
+    assert pages_per_frame(whole_page(FRAME_BYTES // 3), FRAME_BYTES) == 3
+    assert pages_per_frame(whole_page(2 * FRAME_BYTES), FRAME_BYTES) == 1
 
 
 # --- a prefill that misbehaves -----------------------------------------------------------------------------------

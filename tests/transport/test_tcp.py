@@ -15,8 +15,9 @@ from pdplane.transport import checksum
 from pdplane.transport import tcp_frames as frames
 from pdplane.transport.checksum import NoChecksum
 from pdplane.transport.contract import Pair
+from pdplane.transport.landing import MAX_UNBOUND
 from pdplane.transport.landing_table import Verdict
-from pdplane.transport.tcp_landing import MAX_UNBOUND, TcpLanding
+from pdplane.transport.tcp_landing import TcpLanding
 from pdplane.transport.tcp_mover import TcpMover
 from pdplane.transport.tcp_receiver import Frame
 from pdplane.transport.tcp_sender import STAGING_BYTES

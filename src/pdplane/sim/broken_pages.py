@@ -16,6 +16,7 @@ from pdplane.core.membership import Group, Membership
 from pdplane.core.pages import Page
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.prefix import PrefixCache
+from pdplane.core.reception import Reception
 from pdplane.core.reserve import Reserve
 from pdplane.core.sender import Sender
 from pdplane.core.table import SA, SE, S
@@ -136,13 +137,15 @@ def never_retracts(stack: ExitStack) -> None:
 
 
 def lacking_rank(stack: ExitStack) -> None:
-    """A route that lacks a rank is taken for one without that rank."""
+    """A route that lacks a rank is taken for one without that rank, and neither end counts what the links bring."""
     pairs = Membership._pairs
 
     def known(self: Membership, group: Group, dp: int) -> tuple[tuple[Rank, Rank], ...]:
         return tuple(pair for pair in pairs(self, group, dp) if pair[0] in group.endpoints)
 
     swap(stack, Membership, "_pairs", known)
+    swap(stack, Membership, "_assert_whole", lambda self, lanes: None)
+    swap(stack, Reception, "ill_formed", lambda self, link, frame: None)
 
 
 def rank_ignored(stack: ExitStack) -> None:

@@ -93,7 +93,7 @@ class Batches:
             self._discard(batch, verdict)
 
     def cancel(self, grant: GrantNo) -> None:
-        dropped = [batch for batch in self._waiting if batch.grant == grant and not batch.begun]
+        dropped = dict.fromkeys(batch for batch in self._waiting if batch.grant == grant and not batch.begun)
         self._waiting = deque(batch for batch in self._waiting if batch not in dropped)
         for batch in dropped:
             self._complete(batch.number, "cancelled")

@@ -5,42 +5,31 @@ nothing of a peer that is frozen or dead."""
 from __future__ import annotations
 
 import abc
-import contextlib
-import logging
 import secrets
+import socket
 from collections.abc import Sequence
 from typing import ClassVar
 
 from pdplane.core.frames import DataEndpoint
-from pdplane.core.ids import GrantNo, Instance, PageId, Seat
-from pdplane.core.slices import Slice
+from pdplane.core.ids import Seat
 
 from . import shm_frames as frames
 from . import slicing
 from .checksum import Verifier
 from .contract import Capabilities, LandedCallback, QuietCallback
 from .host_identity import shared_host
-from .io_thread import IoThread
-from .landing_table import Claim, LandingTable, Verdict
+from .landing import PageLanding
+from .landing_table import Claim, Verdict
 from .pool import PagePool
 from .shm_connection import Connection, Take
 from .shm_memory import map_passed
 from .shm_sockets import listen_local
 from .tcp_frames import BadData
-from .tcp_sockets import READ
-
-log = logging.getLogger(__name__)
-
-MAX_UNBOUND = 64
-"""Connections that have not said who they are. One more closes the oldest: they hold no room's bytes."""
 
 
-class LocalLanding(abc.ABC):
-    """contract.Landing, of any kind that prefills dial on a local socket. Callbacks come on its thread. Counters:
-    `bad_frames`, and `table.discarded` by verdict."""
+class LocalLanding(PageLanding):
+    """contract.Landing, of any kind that prefills dial on a local socket."""
 
-    capabilities: Capabilities
-    kind: ClassVar[str]
     fds_of_bind: int = 0
 
     def __init__(
@@ -53,70 +42,17 @@ class LocalLanding(abc.ABC):
         verifier: Verifier | None = None,
     ) -> None:
         """Listens from now on. OSError where pools cannot be shared on this host."""
-        self.seat = seat
-        self.pool = pool
-        self.table = LandingTable(pool.pages, pool.page_bytes, on_landed, on_quiet)
-        self.verifier = verifier or Verifier(pool)
         self.token = secrets.token_hex(16)
-        self.bad_frames = 0
         name = f"pdplane-{secrets.token_hex(12)}"
-        self.endpoint = DataEndpoint(self.kind, shared_host(self.kind, pool), name, 0, self.token)
-        self._listener = listen_local(name)
-        self._connections: dict[Connection, None] = {}
-        self._io = IoThread(f"pdplane-{self.kind}-landing-{seat}")
-        self._io.post(lambda: self._io.watch(self._listener, READ, self._accept))
-        self._io.start()
-
-    def arm(self, grant: GrantNo, peer: Seat, pages: Sequence[PageId], slice_: Slice) -> None:
-        self.table.arm(grant, peer, pages, slice_)
-
-    def revoke(self, grant: GrantNo) -> bool:
-        return self.table.revoke(grant)
-
-    def disarm(self, grant: GrantNo) -> None:
-        self.table.disarm(grant)
-
-    def teardown(self, peer: Instance) -> bool:
-        """No copy into a page of this peer's grants begins after this. False where one has begun: `revoke` tells when
-        it is over (the control thread waits for nothing)."""
-        self._io.post(lambda: self._close_peer(peer))
-        return self.table.cut(peer)
-
-    def close(self) -> None:
-        self._io.post(self._close_all)
-        self._io.stop()
+        endpoint = DataEndpoint(self.kind, shared_host(self.kind, pool), name, 0, self.token)
+        super().__init__(seat, pool, on_landed, on_quiet, verifier, listen_local(name), endpoint)
 
     @abc.abstractmethod
     def admit(self, bind: frames.Bind, fds: Sequence[int], connection: Connection) -> Take:
         """See shm_connection.Host."""
 
-    # --- on the thread ---
-
-    def bad_frame(self, reason: str) -> None:
-        self.bad_frames += 1
-        log.warning("local data connection closed: %s", reason)
-
-    def forget(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
-
-    def _accept(self, mask: int) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            sock, _address = self._listener.accept()
-            self._connections[Connection(self, self._io, sock)] = None
-        unbound = [connection for connection in self._connections if connection.peer is None]
-        for connection in unbound[: max(0, len(unbound) - MAX_UNBOUND)]:
-            connection.close()
-
-    def _close_peer(self, peer: Instance) -> None:
-        for connection in list(self._connections):
-            if connection.peer is not None and connection.peer.instance == peer:
-                connection.close()
-
-    def _close_all(self) -> None:
-        self._io.watch(self._listener, 0, self._accept)
-        self._listener.close()
-        for connection in list(self._connections):
-            connection.close()
+    def _connection(self, sock: socket.socket) -> Connection:
+        return Connection(self, self._io, sock)
 
 
 class ShmLanding(LocalLanding):

@@ -7,44 +7,25 @@ import socket
 from collections.abc import Callable
 
 from pdplane.core.frames import DataEndpoint
-from pdplane.core.ids import GrantNo, MoveNo, Seat
+from pdplane.core.ids import GrantNo, Seat
 from pdplane.core.slices import Slice
 
 from . import checksum
 from . import shm_frames as frames
+from .batches import Batch, Batches, Frame, pages_per_frame
 from .host_identity import host_identity
-from .io_thread import IoThread
-from .pool import PagePool
-from .shm_queue import Batch, Batches, Frame
+from .mover import Wiring
 from .shm_sockets import close_all, dial_local, receive_packet, send_packet
 from .tcp_frames import BadData
 from .tcp_sockets import READ, WRITE
 
+FRAME_BYTES = 4 << 20
+"""A frame is copied in one go, and a revoke may have to wait for it."""
 WINDOW = 32
 """Frames on their way: several turns of the landing, which acks once a turn, yet few enough for a cancel to find
 something to drop."""
 RETRY_S = 0.0005
 PACKETS_PER_TURN = 16
-
-
-class Wiring:
-    """What every link of one mover shares."""
-
-    def __init__(
-        self,
-        seat: Seat,
-        pool: PagePool,
-        io: IoThread,
-        complete: Callable[[MoveNo, str], None],
-        connect_timeout_s: float,
-        checksum: bool,
-    ) -> None:
-        self.seat = seat
-        self.pool = pool
-        self.io = io
-        self.complete = complete
-        self.connect_timeout_s = connect_timeout_s
-        self.checksum = checksum
 
 
 class LocalLink(abc.ABC):
@@ -58,7 +39,7 @@ class LocalLink(abc.ABC):
         self.slice = slice_
         self._wiring = wiring
         self._io = wiring.io
-        self._batches = Batches(wiring.complete)
+        self._batches = Batches(wiring.complete, pages_per_frame(slice_, FRAME_BYTES))
         self._sock: socket.socket | None = None
         self._up = False
         self._packet = b""  # made, and not taken by the socket yet
@@ -91,7 +72,7 @@ class LocalLink(abc.ABC):
         self._batches.cancel(grant)
 
     def fail(self, error: str) -> None:
-        """Close; everything outstanding completes with `error`, once."""
+        """See mover.PeerLink."""
         if self._sock is not None:
             self._io.watch(self._sock, 0, self._ready)
             self._sock.close()

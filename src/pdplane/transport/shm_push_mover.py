@@ -10,12 +10,13 @@ from pdplane.core.ids import GrantNo
 
 from . import shm_frames as frames
 from . import slicing
+from .batches import Frame
 from .contract import Capabilities
+from .mover import PeerLink
 from .page_lock import WriteGate
 from .shm_link import LocalLink
 from .shm_memory import map_passed
 from .shm_mover import ShmMover
-from .shm_queue import Frame
 from .shm_sockets import close_all, send_packet
 from .tcp_frames import BadData
 
@@ -87,4 +88,4 @@ class ShmPushMover(ShmMover):
 
     capabilities = PUSH
     kind: ClassVar[str] = "shm_push"
-    link: ClassVar[type[LocalLink]] = ShmPushLink
+    link: ClassVar[type[PeerLink]] = ShmPushLink

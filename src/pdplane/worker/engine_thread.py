@@ -24,6 +24,7 @@ from pdplane.core.layout import pages_for
 
 from .engine import Engine, EngineRequest, StepOutput, Token, Tokenizer
 from .host_copy import Pools
+from .live import Abort, Live
 from .sample import Emission as Emission
 from .sample import Sample
 from .text import Spelling, TextOptions
@@ -89,13 +90,8 @@ class EngineThread:
         self._pools = Pools(pools, engine.model)
         self._clock = clock
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows, up to _in_hand: callers' threads and this one
-        self._live: set[Rid] = set()
-        self._queued: set[Rid] = set()  # of these, in the inbox: the engine has never seen them
-        self._aborted: set[Rid] = set()
-        self._in_hand: Rid | None = None  # an abort of it is carried out when it is put down
+        self._live = Live()
         self._samples: dict[Rid, Sample] = {}  # this thread's own: what the engine holds
-        self._stopping = False
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.step_started_at: float | None = None
@@ -110,13 +106,7 @@ class EngineThread:
     def add(self, request: EngineRequest, text: TextOptions, prior: Sequence[Token] = ()) -> None:
         """Queue a request. `prior`: request.prior as tokens with their logprobs, where these are known; they are
         emitted at once. Raises ValueError where the rid is still live, RuntimeError after `stop`."""
-        with self._lock:
-            if self._stopping:
-                raise RuntimeError("the engine thread is stopping")
-            if request.rid in self._live:
-                raise ValueError(f"rid {request.rid!r} is already running")
-            self._live.add(request.rid)
-            self._queued.add(request.rid)
+        self._live.add(request.rid)
         self._inbox.put(_Add(request, text, prior or [Token(token) for token in request.prior]))
 
     def extend(self, rid: Rid, pages: Sequence[PageId]) -> None:
@@ -139,25 +129,17 @@ class EngineThread:
     def abort(self, rid: Rid) -> None:
         """Effective at once. What the running step is not at work on (in the inbox, waiting in the engine, retracted)
         is released at once too, without waiting for other requests' step. A rid that is not live is ignored."""
-        with self._lock:
-            if rid not in self._live:
-                return
-            queued = rid in self._queued
-            if queued:
-                self._drop(rid)
-            else:
-                self._aborted.add(rid)
-                if rid == self._in_hand:
-                    return
-        if queued or self._engine.abort(rid):
-            self._send([self._let_go(rid)])
-        else:
-            self._inbox.put(_Wake())
+        match self._live.abort(rid):
+            case Abort.UNSEEN:
+                self._send([self._let_go(rid)])
+            case Abort.WITH_ENGINE if self._engine.abort(rid):
+                self._send([self._let_go(rid)])
+            case Abort.WITH_ENGINE:
+                self._inbox.put(_Wake())
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends after the running step; what is live is emitted as aborted and released. Waits up to `timeout_s`."""
-        with self._lock:
-            self._stopping = True
+        self._live.close()
         self._inbox.put(_Wake())
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -183,13 +165,13 @@ class EngineThread:
         """Take the messages, then one step if there is one to do. `wait`: block for a message where there is neither.
         Returns whether anything was done."""
         took = self._take_messages(wait=wait and (bool(self.broken) or not self._engine.busy()))
-        if not (self._engine.busy() or self._aborted) or self._stopping or self.broken:
+        if not (self._engine.busy() or self._live.any_aborted) or self._live.closed or self.broken:
             return took
         self._send(self._step())
         return True
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._live.closed:
             try:
                 self.turn(wait=True)
             except Exception as error:  # a fault of ours: without this thread every request would wait for ever
@@ -230,7 +212,7 @@ class EngineThread:
             filled = pages_for(sample.computed, self._engine.model.page_size)
             assert len(pages) >= filled, f"{rid} has KV in {filled} pages, and {len(pages)} were named"
             sample.host = self._pools.save(pages[:filled])
-            if not self._was_aborted(rid):
+            if not self._live.aborted(rid):
                 self._send([Emission(rid=rid, retracted=sample.computed)])
         self._put_down()
 
@@ -256,33 +238,25 @@ class EngineThread:
         self._put_down()
 
     def _pick_up(self, rid: Rid) -> Sample | None:
-        """Until it is put down nobody else ends this request. None where its end has come, or is on its way."""
-        with self._lock:
-            sample = self._samples.get(rid)
-            if sample is None or sample.finished or rid in self._aborted:
-                return None
-            self._in_hand = rid
-            return sample
+        """None where its end has come, or is on its way."""
+        sample = self._samples.get(rid)
+        return sample if sample is not None and not sample.finished and self._live.pick_up(rid) else None
 
     def _put_down(self) -> None:
-        with self._lock:
-            rid, self._in_hand = self._in_hand, None
-            aborted = rid is not None and rid in self._aborted
-        if rid is not None and aborted and self._engine.abort(rid):
+        rid = self._live.put_down()
+        if rid is not None and self._engine.abort(rid):
             self._send([self._let_go(rid)])
 
     def _admit(self, message: _Add) -> list[Emission]:
         request = message.request
-        with self._lock:
-            if request.rid not in self._queued:  # aborted or given up while it was in the inbox
-                return []
-            self._queued.discard(request.rid)
+        if not self._live.see(request.rid):
+            return []
         spelling = Spelling(self._tokenizer, message.text, request.sampling.min_tokens)
         sample = Sample(spelling, request.computed, request.prefill_only)
         opening = sample.open(request, message.prior)
         if self.broken:
             opening = self._final(request, finish="error", error=self.broken)
-        elif self._was_aborted(request.rid):
+        elif self._live.aborted(request.rid):
             opening = self._final(request, finish="abort")
         elif not sample.finished:
             return self._hand_over(request, sample, opening)
@@ -299,7 +273,7 @@ class EngineThread:
             self._forget(request.rid)
             return [self._final(request, finish="error", error=_reason(error))]
         # An abort between the look and the add fell on a rid that the engine did not know.
-        if self._was_aborted(request.rid) and self._engine.abort(request.rid):
+        if self._live.aborted(request.rid) and self._engine.abort(request.rid):
             return [self._let_go(request.rid)]
         return [opening] if opening.tokens else []
 
@@ -354,9 +328,7 @@ class EngineThread:
 
     def _give_up(self, finish: str, error: str) -> list[Emission]:
         """No step follows: all that is live ends and is released."""
-        with self._lock:
-            rids = sorted(self._live)
-            self._live, self._queued, self._aborted, self._in_hand = set(), set(), set(), None
+        rids = self._live.give_up()
         samples, self._samples = self._samples, {}
         emissions = []
         for rid in rids:
@@ -366,10 +338,6 @@ class EngineThread:
             emission = Emission(rid=rid, computed=computed, released=True)
             emissions.append(emission if said else msgspec.structs.replace(emission, finish=finish, error=error))
         return emissions
-
-    def _was_aborted(self, rid: Rid) -> bool:
-        with self._lock:
-            return rid in self._aborted
 
     def _let_go(self, rid: Rid) -> Emission:
         """The release of what the engine has just dropped, or never had."""
@@ -382,14 +350,7 @@ class EngineThread:
 
     def _forget(self, rid: Rid) -> None:
         self._samples.pop(rid, None)
-        with self._lock:
-            self._drop(rid)
-
-    def _drop(self, rid: Rid) -> None:
-        """Under the lock."""
-        self._live.discard(rid)
-        self._queued.discard(rid)
-        self._aborted.discard(rid)
+        self._live.drop(rid)
 
     def _final(self, request: EngineRequest, *, finish: str, error: str = "") -> Emission:
         return Emission(rid=request.rid, computed=request.computed, finish=finish, error=error, released=True)
