@@ -202,10 +202,10 @@ def end(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that no process is left behind."""
+    """SIGTERM unwinds as Ctrl-C does, so that no process is left behind."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        signal.raise_signal(signal.SIGINT)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -18,6 +18,10 @@ PATH = "/v1/completions"
 ABORT_ANSWER_LIMIT_S = 2.0
 AIM_S = 0.150
 IDLE_LIMIT_S = 1.0
+LONGEST = 600  # tokens
+STORM_LIMIT_S = 75.0
+"""After it no new request is made: the three transports together must have an end in time."""
+
 MOMENTS = (
     ("at once", 5), ("timed", 9), ("queued at prefill", 5), ("computing", 8), ("moving", 8),
     ("waiting for the batch", 6), ("first byte", 6), ("mid-stream", 10), ("last byte", 5),
@@ -86,11 +90,16 @@ async def live(running: Fleet, requests: int, concurrency: int, rng: random.Rand
     expected = [await answer(url, prompt, most) for prompt, most in known]
     drops = plan(url, writer, requests, rng)
     print(f"{requests} requests at concurrency {concurrency}, each dropped", flush=True)
-    await storm(running, drops, concurrency)
+    asked = drops
+    drops = await storm(running, asked, concurrency)
+    if len(drops) < len(asked):
+        print(f"{len(drops)} of {len(asked)} within {STORM_LIMIT_S:g} s")
     last = max(drop.dropped_at for drop in drops)
     _, left = await asyncio.to_thread(wait_idle, running, 10.0)
     idle_s = time.time() - last
     faults = [drop.fault for drop in drops if drop.fault]
+    if 2 * len(drops) < len(asked):
+        faults.append(f"no more than {len(drops)} of {len(asked)} requests could be dropped in {STORM_LIMIT_S:g} s")
     faults += [f"not idle {idle_s:.1f} s after the last drop: {what}" for what in left]
     if idle_s > IDLE_LIMIT_S:
         faults.append(f"idle {idle_s:.2f} s after the last drop, the limit is {IDLE_LIMIT_S:g} s")
@@ -118,7 +127,7 @@ async def live(running: Fleet, requests: int, concurrency: int, rng: random.Rand
 
 def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]:
     drops = []
-    lengths = log_uniform(count, 16, 1500, rng)
+    lengths = log_uniform(count, 16, LONGEST, rng)
     for number, moment in enumerate(shares(count, MOMENTS, rng)):
         most = rng.randint(24, 96)
         stream = moment in ("first byte", "mid-stream", "last byte") or rng.random() < 0.7
@@ -130,17 +139,23 @@ def plan(url: str, writer: Writer, count: int, rng: random.Random) -> list[Drop]
     return drops
 
 
-async def storm(running: Fleet, drops: list[Drop], concurrency: int) -> None:
-    waiting = iter(drops)
+async def storm(running: Fleet, drops: list[Drop], concurrency: int) -> list[Drop]:
+    """Those that were made within the limit."""
+    waiting, made = iter(drops), list[Drop]()
+    until = time.monotonic() + STORM_LIMIT_S
 
     async def client() -> None:
         for drop in waiting:
+            if time.monotonic() > until:
+                return
+            made.append(drop)
             try:
                 await ask_and_leave(running, drop)
             except OSError as error:
                 drop.fault = f"{drop.call.label}: {error}"
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
+    return made
 
 
 async def ask_and_leave(running: Fleet, drop: Drop) -> None:

@@ -80,6 +80,14 @@ def test_help_names_every_flag_of_a_command(command: str, capsys: pytest.Capture
     assert len(help.splitlines()) > 4
 
 
+def test_help_of_the_doors_says_what_holds_beyond_loopback(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (("router", ["--api-key", "abort_all", "403"]), ("registry", ["--allow-insecure"])):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        intro = capsys.readouterr().out.partition("options:")[0].partition("Beyond loopback")[2]
+        assert all(word in intro for word in words), intro
+
+
 def test_help_without_a_command_names_every_command_and_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -172,6 +180,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (["router", "--worker", "http://127.0.0.1:1", "--retries", "-1"], ["retries", "-1"]),
     (["registry", "--port", "70000"], ["70000"]),
+    (["registry", "--host", "10.0.0.1"], ["10.0.0.1", "--write-token", "--allow-insecure"]),
     (["registry", "--room-ttl-s", "nan"], ["--room-ttl-s", "nan"]),
     (["router", "--worker", "http://127.0.0.1:1", "--request-timeout-s", "inf"], ["--request-timeout-s", "inf"]),
     (["up", "--request-timeout-s", "nan"], ["--request-timeout-s", "nan"]),

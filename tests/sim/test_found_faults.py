@@ -70,16 +70,17 @@ class Decode:
         return [effect.endpoint.port for effect in self.effects if isinstance(effect, Dial)]
 
 
-def test_a_handed_off_request_that_gets_no_place_does_not_wait_for_its_deadline(
+def test_a_handed_off_request_waits_for_its_place_as_long_as_its_deadline_lets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The prompt is computed: a 429 now would throw that away. Who may be handed off is bounded at the door."""
     monkeypatch.setattr(Batch, "full", property(lambda self: True))
     decode = Decode()
     decode.hand_off()
-    decode.at(59.0, Tick())
+    decode.at(299.0, Tick())
     assert decode.answers == []
-    decode.at(60.2, Tick())
-    assert decode.answers == ["overloaded"]
+    decode.at(300.2, Tick())
+    assert decode.answers == ["deadline"]
     assert decode.node.ledger.free_count == 8
     assert len(decode.node.reserve) == 0
 

@@ -1,6 +1,7 @@
 """A worker with a rule engine as a process of its own, which a test can freeze: `Process`, and what it runs.
 
-Its engine is held and let go by lines on its standard input: a number of steps, or "free".
+Its engine is held and let go by lines on its standard input: a number of steps, "free", or "spent", which is answered
+once the steps are done.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,16 @@ class Process:
 
     async def allow(self, steps: int | None) -> None:
         """The engine may do so many more steps; None: as many as it wants. Returns when it has heard of it."""
+        await self._say(b"free\n" if steps is None else b"%d\n" % steps)
+
+    async def spent(self) -> None:
+        """Returns when the steps that were allowed are done."""
+        await self._say(b"spent\n")
+
+    async def _say(self, line: bytes) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(b"free\n" if steps is None else b"%d\n" % steps)
+        self._process.stdin.write(line)
         async with asyncio.timeout(LIMIT_S):
             while (await self._process.stdout.readline()) not in (b"heard\n", b""):
                 pass
@@ -91,7 +100,11 @@ def main() -> None:
 
     def heed() -> None:
         for line in sys.stdin:
-            engine.allow = None if line == "free\n" else int(line)
+            if line == "spent\n":
+                while engine.allow:
+                    time.sleep(0.001)
+            else:
+                engine.allow = None if line == "free\n" else int(line)
             print("heard", flush=True)
 
     threading.Thread(target=heed, daemon=True).start()

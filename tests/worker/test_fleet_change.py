@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from pdplane.router import RouterConfig, RouterServer
 from pdplane.wire.registry import registration_of
 from pdplane.worker.config import WorkerConfig
 from pdplane.worker.engine import ModelSpec
-from pdplane.worker.server import serve
+from pdplane.worker.server import TURN_S, serve
 
 from .fake_engine import RuleEngine, spec
 from .fleets import COMPLETIONS, HOST, Fleet, Member, Talk, client, events, fleet, member, pairing, texts, until
@@ -161,7 +162,9 @@ STREAM = {**BODY, "prompt": "stream", "max_tokens": 8, "ignore_eos": True, "stre
 
 
 async def test_a_drained_worker_is_unready_at_once_finishes_its_streams_and_ends() -> None:
+    before = sys.getswitchinterval()
     async with served("aggregated") as (engine, url, said, run):
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
         engine.allow = 2
         talks = [Talk(url, STREAM) for _ in range(4)]
         await until(lambda: len(engine.added) == 4 and engine.allow == 0)
@@ -180,6 +183,7 @@ async def test_a_drained_worker_is_unready_at_once_finishes_its_streams_and_ends
         await run
         assert "4 requests may finish" in " ".join(said)
         assert said[-1] == "aggregated: nothing is left"
+        assert sys.getswitchinterval() == before
 
 
 async def test_a_grace_shorter_than_the_streams_ends_them_with_an_explicit_error_event() -> None:

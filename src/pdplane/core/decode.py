@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from .admission import queue_full, refuse
 from .batch import Batch
-from .dialler import Dialler
 from .door import Door
-from .effects import AnswerFailed, CloseConn, Lane, SendFrame, Teardown
+from .effects import AnswerFailed, Lane, SendFrame, Teardown
 from .errors import Cause, deadline
 from .events import (
     Cancel,
@@ -39,10 +38,11 @@ from .membership import Membership
 from .node import Limits, Node, TimerKey
 from .owed import FromPrefill, Owed
 from .pages import NOBODY, Owner
+from .peers import Peers
 from .receiver import Receiver
 from .reserve import Reserve
 from .rooms import Rooms, Tombstone
-from .session import Gone, Identity, Notice, Refused, Up
+from .session import Identity
 from .table import RE, R
 
 ENDED_STATES = (R.DRAINING, R.QUARANTINE)
@@ -67,6 +67,7 @@ class DecodeNode(Node):
         self._waiting: set[Room] = set()
         self._allocating: set[Room] = set()  # of these, what stands at the door for pages
         self._owed = Owed(self)
+        self._peers = Peers(self, self.members)
         self._by_rid: dict[Rid, Receiver] = {}
         self._by_grant: dict[GrantNo, Receiver] = {}
         self._progress: dict[Room, int] = {}
@@ -106,8 +107,6 @@ class DecodeNode(Node):
         elif state is R.SUCCESS:
             self.door.arrived(receiver)
             self.timers.clear(("progress", room))
-            # Its place was safe when it was admitted, but pages that were counted on may have gone into quarantine.
-            self.timers.set(("queue", room), self.now + self.limits.queue_limit_s)
         elif state is R.DRAINING:
             self._ended(receiver)
         elif state is R.QUARANTINE:
@@ -148,13 +147,8 @@ class DecodeNode(Node):
                 for receiver in list(self.rooms.live.values()):
                     if receiver.grant <= upto:  # a later grant went to the same instance over a connection made anew
                         receiver.torn_down(peer)
-            case RouteKnown() | RankKnown() | RouteFailed():
-                self._route(event)
-            case Dialled() | DialFailed():
-                self._dial_ended(event)
-            case ConnLost(conn):
-                if dialler_of := self.members.by_conn(conn):
-                    self._notices(dialler_of, dialler_of.lost(self.now))
+            case RouteKnown() | RankKnown() | RouteFailed() | Dialled() | DialFailed() | ConnLost():
+                self._peers.event(event)
             case Drain(reason):
                 self.draining = reason
             case OperatorRelease(grant):
@@ -186,13 +180,7 @@ class DecodeNode(Node):
             receiver.apply(RE.DRAIN_LIMIT if receiver.pages else RE.ABORT_LIMIT)
 
     def _after(self) -> None:
-        for dialler, notice in self.members.tick(self.now):
-            self._notices(dialler, [notice])
-        for room, met in self.members.ready():
-            if isinstance(met, Cause):
-                self._route_bad([room], met)
-            else:
-                self._route_ok(room, met)
+        self._peers.tick()
         self.batch.grow()
         self.batch.restore()
         self.door.harvest()
@@ -231,11 +219,7 @@ class DecodeNode(Node):
         self.timers.set(("deadline", leg.room), leg.deadline)
         self.timers.set(("queue", leg.room), self.now + self.limits.queue_limit_s)
         self.note(leg.rid, leg.room, R.QUEUED)
-        found = self.members.seek(leg.address, leg.room, leg.dp_rank, self.now)
-        if isinstance(found, Cause):
-            self._route_bad([leg.room], found)
-        elif found:
-            self._route_ok(leg.room, found)
+        self._peers.seek(leg)
 
     def _cancel(self, rid: Rid, cause: Cause) -> None:
         if self.batch.cancel(rid, cause):
@@ -246,29 +230,7 @@ class DecodeNode(Node):
             return
         receiver.apply(RE.CANCEL, cause=cause)
 
-    def _dial_ended(self, event: Dialled | DialFailed) -> None:
-        dialler = self.members.diallers.get((event.endpoint, event.here))
-        if dialler is None:  # given up meanwhile
-            self.count("late", "dial")
-            if isinstance(event, Dialled):
-                self.out.append(CloseConn(event.conn))
-        elif isinstance(event, Dialled):
-            self._notices(dialler, dialler.dialled(event.conn, self.now))
-        else:
-            self._notices(dialler, dialler.dial_failed(event.error, self.now))
-
-    def _route(self, event: RouteKnown | RankKnown | RouteFailed) -> None:
-        match event:
-            case RouteKnown():
-                for room, cause in self.members.known(event, self.now):
-                    self._route_bad([room], cause)
-            case RankKnown(room=room):
-                if bad := self.members.rank_known(event, self.now):
-                    self._route_bad([room], bad)
-            case RouteFailed(address, cause):
-                self._route_bad(self.members.failed(address), cause)
-
-    def _route_ok(self, room: Room, lanes: tuple[Lane, ...]) -> None:
+    def route_ok(self, room: Room, lanes: tuple[Lane, ...]) -> None:
         receiver = self.rooms.get(room)
         if receiver is None:
             return
@@ -290,14 +252,15 @@ class DecodeNode(Node):
     def _wind_progress(self, room: Room) -> None:
         self.timers.set(("progress", room), self.now + self.limits.progress_limit_s)
 
-    def _route_bad(self, rooms: list[Room], cause: Cause) -> None:
-        for room in rooms:
-            if receiver := self.rooms.get(room):
-                if receiver.owes_abort:
-                    receiver.owes_abort = False
-                    receiver.apply(RE.ABORT_LIMIT)
-                else:
-                    receiver.apply(RE.ROUTE_BAD, cause=cause)
+    def route_bad(self, room: Room, cause: Cause) -> None:
+        receiver = self.rooms.get(room)
+        if receiver is None:
+            return
+        if receiver.owes_abort:
+            receiver.owes_abort = False
+            receiver.apply(RE.ABORT_LIMIT)
+        else:
+            receiver.apply(RE.ROUTE_BAD, cause=cause)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -337,12 +300,7 @@ class DecodeNode(Node):
     # --- peers ------------------------------------------------------------------------------------------------------
 
     def _frame(self, conn: ConnId, frame: Frame) -> None:
-        dialler = self.members.by_conn(conn)
-        if dialler is None:
-            self.count("late", "frame")
-            return
-        self._notices(dialler, dialler.frame(frame, self.now))
-        link = dialler.link if dialler.up else None
+        link = self._peers.frame(conn, frame)
         if isinstance(frame, Beat):
             if link and frame.src == link.there.instance:
                 self._peer_progress(link, frame)
@@ -373,7 +331,7 @@ class DecodeNode(Node):
     def tombstone(self, room: Room) -> Tombstone | None:
         return self.rooms.tombstone(room, self.now)
 
-    def _resync(self, link: Link) -> None:
+    def session_up(self, link: Link) -> None:
         """The frame of each room's state again, and what is owed for those that are over here."""
         for receiver in list(self.rooms.live.values()):
             receiver.session_up(link)
@@ -406,31 +364,11 @@ class DecodeNode(Node):
                 self._progress[room] = tokens
                 self._wind_progress(room)
 
-    def _notices(self, dialler: Dialler, notices: list[Notice]) -> None:
-        for notice in notices:
-            match notice:
-                case Up(link):
-                    self.members.met(dialler)
-                    self._resync(link)
-                case Gone(instance):
-                    self.members.gone(instance)
-                    self._instance_gone(instance)
-                    self.members.want_waiting(self.now)
-                    self._chase(dialler)
-                case Refused(cause):
-                    self._route_bad(self.members.refused(dialler), cause)
-                    self._chase(dialler)
+    def unproven(self) -> set[Link]:
+        ended = (receiver for receiver in self.rooms.live.values() if receiver.state in ENDED_STATES)
+        return {link for receiver in ended for link in receiver.holders}
 
-    def _chase(self, dialler: Dialler) -> None:
-        """A peer that froze may come back: while its proof is missing, keep asking. A successor ends the search."""
-        ended = [receiver for receiver in self.rooms.live.values() if receiver.state in ENDED_STATES]
-        missing = {link for receiver in ended for link in receiver.holders}
-        peer = dialler.was.there.instance if dialler.was else None
-        for other in self.members.diallers.values():
-            if other.was in missing and other.was.there.instance == peer:
-                other.want(self.now)
-
-    def _instance_gone(self, instance: Instance) -> None:
+    def instance_gone(self, instance: Instance) -> None:
         text = f"prefill {instance} is gone: its session ended and did not come back"
         cause = Cause("peer_gone", text, 503, retryable=True, side="prefill")
         self.count("peer_gone")

@@ -17,6 +17,7 @@ from pdplane.core.errors import Cause
 from pdplane.core.frames import Drained, Failed, Success, Welcome
 from pdplane.core.ids import Instance, Link, PageId, Seat
 from pdplane.core.pages import Ledger, Owner, Page
+from pdplane.core.peers import Peers
 from pdplane.core.receiver import Receiver
 from pdplane.core.rooms import Rooms
 from pdplane.core.sender import Sender
@@ -65,7 +66,7 @@ def success_at_submit(stack: ExitStack) -> None:
 
 def resync_to_successor(stack: ExitStack) -> None:
     """I18: whoever answers at the address is taken for the one that was granted."""
-    notices = DecodeNode._notices
+    notices = Peers._notices
 
     def welcomed(self: Dialler, welcome: Welcome, now: float) -> list[Notice]:
         agreed = self._agree(welcome, Seat(welcome.src, welcome.rank))
@@ -74,15 +75,16 @@ def resync_to_successor(stack: ExitStack) -> None:
         self._beat_at, self._backoff_s = now, 0.0
         return [agreed]
 
-    def adopting(self: DecodeNode, dialler: Dialler, found: Sequence[Notice]) -> None:
+    def adopting(self: Peers, dialler: Dialler, found: Sequence[Notice]) -> None:
         for notice in found:
             if isinstance(notice, Up):
-                for room in self.rooms.live.values():
+                assert isinstance(self._node, DecodeNode)
+                for room in self._node.rooms.live.values():
                     _adopt(room, notice.link)
         notices(self, dialler, list(found))
 
     swap(stack, Dialler, "_welcomed", welcomed)
-    swap(stack, DecodeNode, "_notices", adopting)
+    swap(stack, Peers, "_notices", adopting)
     open_hello(stack)
 
 
@@ -206,14 +208,14 @@ def any_model(stack: ExitStack) -> None:
 
 def teardown_trusted(stack: ExitStack) -> None:
     """Cutting a dead peer off is taken for a proof on a fabric where it proves nothing."""
-    gone = DecodeNode._instance_gone
+    gone = DecodeNode.instance_gone
 
     def trusting(self: DecodeNode, instance: Instance) -> None:
         gone(self, instance)
         for receiver in list(self.rooms.live.values()):
             receiver.torn_down(instance)
 
-    swap(stack, DecodeNode, "_instance_gone", trusting)
+    swap(stack, DecodeNode, "instance_gone", trusting)
 
 
 def drained_trusted(stack: ExitStack) -> None:

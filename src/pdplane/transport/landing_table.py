@@ -6,6 +6,9 @@ under the same lock: whoever entered before is counted in `landing`, whoever com
 landing == 0" proves that nothing can land under the grant, from no peer, and needs nothing of them (O4). Thread-safe:
 the control thread arms and revokes, the transport's thread lands.
 
+A grant may have a hundred thousand pages and more, and the control thread waits for nothing: `arm` only packs them, the
+transport's thread sorts them, outside the lock, and nothing that is done under the lock goes over them all.
+
 Callbacks run outside the lock. A LandedCallback may come after the `revoke` that it raced with; bytes may not.
 """
 
@@ -13,8 +16,13 @@ from __future__ import annotations
 
 import enum
 import threading
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from pdplane.core.ids import GrantNo, Instance, PageId, Seat
 from pdplane.core.slices import Slice
@@ -51,41 +59,75 @@ class _Entry:
         self.revoked = False
 
 
+Pages: TypeAlias = npt.NDArray[np.uint32]
+Places: TypeAlias = npt.NDArray[np.intp]
+"""Where pages are in the sorted pages of a share."""
+
+
+def _packed(pages: Collection[PageId]) -> Pages:
+    """OverflowError where a number is none of four bytes."""
+    return np.asarray(array("I", pages), np.uint32)
+
+
 class _Share:
-    """What one peer brings of a grant. `claimed` pages are being written by a frame that has begun; `landed` ones are
-    complete."""
+    """What one peer brings of a grant. A page is `taken` from when a frame that brings it has begun; it is given back
+    where that frame does not land."""
 
-    __slots__ = ("claimed", "cut", "entry", "landed", "landing", "pages", "peer", "slice")
+    __slots__ = ("_is_sorted", "_pages", "_taken", "cut", "entry", "landing", "peer", "slice")
 
-    def __init__(self, entry: _Entry, peer: Seat, pages: frozenset[PageId], slice_: Slice) -> None:
+    def __init__(self, entry: _Entry, peer: Seat, pages: Pages, slice_: Slice) -> None:
         self.entry = entry
         self.peer = peer
-        self.pages = pages
         self.slice = slice_
-        self.claimed: set[PageId] = set()
-        self.landed: set[PageId] = set()
         self.landing = 0
         self.cut = False
+        self._pages = pages
+        self._is_sorted = False
+        self._taken = np.zeros(len(pages), np.bool_)
 
-    def refusal(self, pages: Sequence[PageId], size_bytes: int | None) -> Verdict | None:
+    def sort(self) -> None:
+        """Before the first `take`. Runs without the interpreter lock."""
+        if not self._is_sorted:
+            self._pages = np.sort(self._pages)
+            self._is_sorted = True
+
+    def take(self, pages: Sequence[PageId], size_bytes: int | None) -> Places | Verdict:
+        """All of these pages, or why not."""
         if self.cut:
             return Verdict.CUT
-        if not self.pages.issuperset(pages):
+        places = self._places(pages)
+        if places is None:
             return Verdict.NOT_GRANTED
-        if len(set(pages)) != len(pages) or not self.landed.isdisjoint(pages) or not self.claimed.isdisjoint(pages):
+        if len(set(pages)) != len(pages) or self._taken[places].any():
             return Verdict.REPEATED
         if size_bytes is not None and size_bytes != len(pages) * self.slice.size_bytes:
             return Verdict.MISFIT
-        return None
+        self._taken[places] = True
+        return places
+
+    def give_back(self, places: Places) -> None:
+        self._taken[places] = False
+
+    def _places(self, pages: Sequence[PageId]) -> Places | None:
+        """None where one of the pages is not granted."""
+        try:
+            wanted = _packed(pages)
+        except OverflowError:
+            return None
+        if not len(self._pages):
+            return None if len(wanted) else np.zeros(0, np.intp)
+        places = np.minimum(self._pages.searchsorted(wanted), len(self._pages) - 1)
+        return places if (self._pages[places] == wanted).all() else None
 
 
 class Claim:
     """The right of one frame to write its slice of its pages, for as long as `enter` says so."""
 
-    __slots__ = ("_share", "pages")
+    __slots__ = ("_places", "_share", "pages")
 
-    def __init__(self, share: _Share, pages: Sequence[PageId]) -> None:
+    def __init__(self, share: _Share, pages: Sequence[PageId], places: Places) -> None:
         self._share = share
+        self._places = places
         self.pages = pages
 
     @property
@@ -115,13 +157,10 @@ class LandingTable:
 
     # --- the control thread's half (see contract.Landing) ---
 
-    def arm(self, grant: GrantNo, peer: Seat, pages: Iterable[PageId], slice_: Slice) -> None:
+    def arm(self, grant: GrantNo, peer: Seat, pages: Collection[PageId], slice_: Slice) -> None:
         """IndexError for a page outside the pool, ValueError for a slice of other pages than this pool's, and for a
         grant armed twice for one peer. A peer that is armed after the revoke lands nothing."""
-        granted = frozenset(pages)
-        for page in granted:
-            if not 0 <= page < self._pool_pages:
-                raise IndexError(f"grant {grant}: page {page} is outside the pool of {self._pool_pages} pages")
+        granted = self._inside(grant, pages)
         if slice_.dst_page != self._page_bytes:
             raise ValueError(
                 f"grant {grant}: a slice of pages of {slice_.dst_page} bytes, this pool has pages of {self._page_bytes}"
@@ -131,6 +170,16 @@ class LandingTable:
             if peer in entry.shares:
                 raise ValueError(f"grant {grant} is armed already for {peer}: grant numbers are never reused")
             entry.shares[peer] = _Share(entry, peer, granted, slice_)
+
+    def _inside(self, grant: GrantNo, pages: Collection[PageId]) -> Pages:
+        try:
+            granted = _packed(pages)
+            if int(granted.max(initial=0)) < self._pool_pages:
+                return granted
+        except OverflowError:
+            pass
+        page = next(page for page in pages if not 0 <= page < self._pool_pages)
+        raise IndexError(f"grant {grant}: page {page} is outside the pool of {self._pool_pages} pages")
 
     def revoke(self, grant: GrantNo) -> bool:
         with self._lock:
@@ -170,6 +219,11 @@ class LandingTable:
         """A frame begins: all of its pages are claimed, or it goes to scratch whole, with the reason. `size_bytes`,
         where the frame has a length of its own, must be that of the peer's slice of so many pages."""
         with self._lock:
+            entry = self._entries.get(grant)
+            share = entry.shares.get(peer) if entry else None
+        if share is not None:
+            share.sort()
+        with self._lock:
             claimed = self._claimed(grant, peer, pages, size_bytes)
             if isinstance(claimed, Verdict):
                 self.discarded[claimed] += 1
@@ -184,11 +238,8 @@ class LandingTable:
         share = entry.shares.get(peer)
         if share is None:
             return Verdict.WRONG_PEER
-        refusal = share.refusal(pages, size_bytes)
-        if refusal is not None:
-            return refusal
-        share.claimed.update(pages)
-        return Claim(share, pages)
+        places = share.take(pages, size_bytes)
+        return places if isinstance(places, Verdict) else Claim(share, pages, places)
 
     def enter(self, claim: Claim) -> bool:
         """May the next read go into the pages? True must be paired with `leave` or `finish`, soon."""
@@ -212,9 +263,8 @@ class LandingTable:
         share = claim._share
         with self._lock:
             verdict = self._ended(share, verdict)
-            share.claimed.difference_update(claim.pages)
-            if verdict is Verdict.LANDED:
-                share.landed.update(claim.pages)
+            if verdict is not Verdict.LANDED:
+                share.give_back(claim._places)
             quiet = self._left(share)
         try:
             if verdict is Verdict.LANDED and claim.pages:
@@ -227,7 +277,7 @@ class LandingTable:
     def abandon(self, claim: Claim) -> Verdict:
         """The frame ends without its pages, outside `enter`: they may be sent again if the grant still stands."""
         with self._lock:
-            claim._share.claimed.difference_update(claim.pages)
+            claim._share.give_back(claim._places)
             return self._ended(claim._share, Verdict.LANDED)
 
     def _ended(self, share: _Share, verdict: Verdict) -> Verdict:

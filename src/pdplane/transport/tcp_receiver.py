@@ -69,7 +69,8 @@ class Frame:
     def page_views(self, pool: PagePool) -> list[memoryview]:
         """Where the rest of the frame goes."""
         done, offset = divmod(self.size - self.left, self.page_bytes)
-        views = [pool.page(page) for page in self.pages[done:]]
+        size = pool.page_bytes  # the pages are claimed, so they are the pool's
+        views = [pool.memory[page * size : (page + 1) * size] for page in self.pages[done:]]
         views[0] = views[0][offset:]
         return views
 

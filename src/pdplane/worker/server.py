@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -39,6 +40,7 @@ AnyShell = PrefillShell | DecodeShell | AggregatedShell
 
 MIB = 1024 * 1024
 KEEP_ALIVE_S = 120
+TURN_S = 0.0005
 
 
 @runtime_checkable
@@ -55,7 +57,7 @@ async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
     BadSetting."""
     http = bind(config.host, config.port, "port")
     stop = asyncio.Event()
-    with contextlib.closing(http), _on_signals(stop.set):
+    with contextlib.closing(http), _on_signals(stop.set), _short_turns():
         engine, tokenizer = await asyncio.get_running_loop().run_in_executor(None, load, config)
         async with running(config, engines_of(engine, config.dp), tokenizer, http) as (group, ports):
             say(_ready_line(config, group, ports))
@@ -299,6 +301,17 @@ def _close_pools(parts: Parts) -> None:
 
 def _stop_engine(engine: EngineThread) -> None:
     engine.stop(timeout_s=5.0)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """A thread that computes in Python (reads a long prompt, say) lets the loop in after so long, not after 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager
