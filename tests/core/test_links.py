@@ -179,7 +179,7 @@ def asking(size: int = 2, follow: bool = True, **leg: object) -> Facing:
 
 def test_a_named_rank_that_contradicts_the_room_is_a_400_with_both() -> None:
     cause = asking(dp_rank=0).d.failed("r5")
-    assert (cause.status, cause.code) == (400, "rank_mismatch")
+    assert (cause.status, cause.code) == (400, "rank_contradiction")
     assert "rank 0 contradicts room 5, which is rank 1's" in cause.message
 
 
@@ -211,7 +211,7 @@ def test_otherwise_the_registry_is_asked_until_it_knows() -> None:
 def test_a_rank_that_the_registry_makes_up_is_refused() -> None:
     world = asking(follow=False)
     world.d.take(RankKnown(ADDRESS, Room(5), 7))
-    assert world.d.failed("r5").code == "rank_mismatch"
+    assert world.d.failed("r5").code == "no_such_rank"
 
 
 def test_a_route_that_lacks_a_rank_is_not_taken_for_a_whole_one() -> None:

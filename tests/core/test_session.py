@@ -15,7 +15,7 @@ from pdplane.core.events import ControlEndpoint, RouteKnown
 from pdplane.core.frames import Abort, Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from pdplane.core.ids import ConnId, GrantNo, Instance, Link, Rank, Room, Seat
 from pdplane.core.membership import Membership
-from pdplane.core.session import NO_CONN, Gone, Refused, SessionTimes, Up
+from pdplane.core.session import NO_CONN, Gone, SessionTimes, TurnedAway, Up
 from pdplane.core.slices import whole_page
 
 from .facing import STAMP, identity
@@ -145,7 +145,7 @@ def test_a_listener_that_never_answers_is_given_up() -> None:
     it.want(0.0)
     it.dialled(ONE, 0.0)
     (refused,) = it.tick(5.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, TurnedAway)
     assert refused.cause.code == "prefill_unreachable"
     assert it.state is DState.IDLE
 
@@ -174,7 +174,7 @@ def test_a_welcome_for_somebody_else_is_refused() -> None:
     it.want(0.0)
     it.dialled(ONE, 0.0)
     (refused,) = it.frame(welcome(dst=Instance("D9")), 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, TurnedAway)
     assert out[-1] == CloseConn(ONE)
     assert not it.up
 
@@ -184,7 +184,7 @@ def test_a_welcome_with_another_layout_is_refused_with_both_values() -> None:
     it.want(0.0)
     it.dialled(ONE, 0.0)
     (refused,) = it.frame(welcome(stamp=msgspec.structs.replace(STAMP, page_size=32)), 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, TurnedAway)
     assert "page_size" in refused.cause.message
     assert "32" in refused.cause.message
     assert "16" in refused.cause.message

@@ -15,7 +15,7 @@ from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old, unrunn
 from .session import NO_CONN, Gone, Identity, Notice, SessionTimes, Up, no_slice, no_transport
 from .slices import slice_between
 
-NOBODY = Instance("")
+STRANGER = Instance("")
 
 
 class Guest(msgspec.Struct):
@@ -172,7 +172,7 @@ class Acceptor:
     def _wrong_instance(self, meant: Instance) -> Cause:
         return Cause("wrong_instance", f"{meant} is not here; this is {self._me.instance}", 503, retryable=True)
 
-    def _turn_away(self, guest: Guest, cause: Cause, now: float, peer: Instance = NOBODY) -> None:
+    def _turn_away(self, guest: Guest, cause: Cause, now: float, peer: Instance = STRANGER) -> None:
         self._out.append(SessionRefused(peer, cause))
         self._out.append(SendFrame(guest.conn, Reject(src=self._me.instance, cause=cause)))
         self._out.append(CloseConn(guest.conn))

@@ -10,7 +10,7 @@ from .admission import queue_full, refuse
 from .batch import Batch
 from .door import Door
 from .effects import AnswerFailed, Lane, SendFrame, Teardown
-from .errors import Cause, deadline
+from .errors import Cause, deadline, duplicate_room
 from .events import (
     Cancel,
     Computed,
@@ -204,8 +204,7 @@ class DecodeNode(Node):
     def _leg(self, leg: LegArrived) -> None:
         taken = leg.rid in self._by_rid or leg.rid in self.batch.running
         if taken or leg.room in self.rooms.live or self.rooms.tombstone(leg.room, self.now):
-            text = f"room {leg.room} is in use or was used; every attempt needs a room and a rid of its own"
-            self.out.append(AnswerFailed(leg.rid, Cause("duplicate_room", text, 409, side=self.side)))
+            self.out.append(AnswerFailed(leg.rid, duplicate_room(leg.room, self.side)))
             self.count("duplicate_room")
             return
         if refusal := refuse(self, leg.prompt.tokens, self.waiting):

@@ -11,7 +11,7 @@ from .events import ControlEndpoint
 from .frames import Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from .ids import ConnId, Instance, Link, Rank, Seat
 from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old, unrunnable
-from .session import NO_CONN, Gone, Identity, Notice, Refused, SessionTimes, Up, no_slice, no_transport
+from .session import NO_CONN, Gone, Identity, Notice, SessionTimes, TurnedAway, Up, no_slice, no_transport
 from .slices import slice_between
 
 
@@ -199,7 +199,7 @@ class Dialler:
         self._close()
         self.state = DState.IDLE
         notices: list[Notice] = [self._unbind()] if self.bound else []
-        return [*notices, Refused(cause)]
+        return [*notices, TurnedAway(cause)]
 
     def _fell(self, why: str, now: float) -> list[Notice]:
         """Not up any more, or not yet. A bound instance gets its grace; who waits for a first session, the cause."""
@@ -212,7 +212,7 @@ class Dialler:
         self.state = DState.IDLE
         self._next_backoff()
         self._redial_at = now + self._backoff_s
-        return [Refused(unavailable("prefill_unreachable", why, side="prefill"))]
+        return [TurnedAway(unavailable("prefill_unreachable", why, side="prefill"))]
 
     def _redial(self, now: float) -> None:
         self.state = DState.WAITING

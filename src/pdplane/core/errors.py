@@ -68,6 +68,11 @@ def busy(message: str, *, side: str, retry_after_s: int = 1) -> Cause:
     return Cause("overloaded", message, 429, retryable=True, side=side, retry_after_s=retry_after_s)
 
 
+def duplicate_room(room: int, side: str) -> Cause:
+    text = f"room {room} is in use or was used; every attempt needs a room and a rid of its own"
+    return Cause("duplicate_room", text, 409, side=side)
+
+
 def duplicate_rid(rid: str, side: str) -> Cause:
     return Cause("duplicate_rid", f"rid {rid!r} is in use; every attempt needs a rid of its own", 409, side=side)
 

@@ -1,7 +1,7 @@
 """Every input of the core. The shell (a worker process, or the simulator) reports what happened; the core decides.
 
-Times are seconds on one monotonic clock, passed beside the event. Nothing here is a request to do something but
-`LegArrived` and `Cancel`; all else is fact.
+Times are seconds on one monotonic clock, passed beside the event. What people and clients
+ask for (`LegArrived`, `JobArrived`, `Cancel`, `Drain`, `OperatorRelease`) stands first; all else is fact.
 """
 
 from __future__ import annotations

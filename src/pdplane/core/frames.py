@@ -7,6 +7,8 @@ Grant 0 stands for "none yet". What crosses as a time is time left, encoded when
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import msgspec
 
 from .errors import Cause
@@ -104,6 +106,16 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", tag_field="t"):
     progress: dict[int, int] = {}
 
 
+class FrameIdentity(TypedDict):
+    """Rule 2, as keyword arguments of a room frame."""
+
+    room: Room
+    grant: GrantNo
+    src: Instance
+    dst: Instance
+    rank: Rank
+
+
 # --- room frames, decode to prefill -----------------------------------------------------------------------------
 
 
@@ -116,7 +128,8 @@ class _RoomFrame(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
 
 
 class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
-    """`prompt`: what decode's leg carries, so that another one is refused before it is computed (protocol 2)."""
+    """`prompt`: what decode's leg carries, so that another one is refused before it is computed (protocol 2). `policy`
+    is for whoever reads the frames: HELLO has compared it."""
 
     policy: str = "early"
     prompt: PromptId | None = None
@@ -124,7 +137,8 @@ class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
 
 class Grant(_RoomFrame, frozen=True, tag="grant", kw_only=True):
     """`pages[i]` of the receiver's pool takes page i of the prompt. Authorises writes to these pages only, and on this
-    session only. `links`: the (prefill rank, decode rank) pairs of the whole grant; () where this one is all."""
+    session only. `links`: the (prefill rank, decode rank) pairs of the whole grant; () where this one is all.
+    `time_left_s` of the request is for whoever reads the frames: each leg has its own deadline."""
 
     pages: tuple[PageId, ...]
     prompt: PromptId
@@ -144,7 +158,8 @@ class Received(_RoomFrame, frozen=True, tag="received", kw_only=True):
 
 
 class Ready(_RoomFrame, frozen=True, tag="ready", kw_only=True):
-    """The prompt is computed and its KV held, for `held_s` more: decode may reserve and grant (prefill_complete)."""
+    """The prompt is computed and its KV held: decode may reserve and grant (prefill_complete). `held_s` more, for
+    whoever reads the frames; decode trusts no clock but waits for FAILED."""
 
     held_s: float
 

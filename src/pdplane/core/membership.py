@@ -34,7 +34,7 @@ class Want(msgspec.Struct):
     ask_at: float | None = None
 
 
-class Group(msgspec.Struct):
+class PrefillGroup(msgspec.Struct):
     """One prefill instance group as its registry describes it; `shape` None until it has."""
 
     address: str
@@ -50,7 +50,7 @@ class Membership:
     """Groups by registry address, diallers by endpoint and rank of ours."""
 
     def __init__(self, me: Identity, times: SessionTimes, out: list[Effect], beat: Callable[[], Beat]) -> None:
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, PrefillGroup] = {}
         self.diallers: dict[tuple[ControlEndpoint, Rank], Dialler] = {}
         self._me, self._times, self._out, self._beat = me, times, out, beat
         self._of_conn: dict[ConnId, Dialler] = {}  # learnt on the way, checked at use
@@ -61,7 +61,7 @@ class Membership:
     def seek(self, address: str, room: Room, named: int | None, now: float) -> tuple[Lane, ...] | Cause | None:
         """The lanes for `room` where all their sessions are up; a Cause where they are and it cannot be had there all
         the same; None where the room waits now (ready, known, failed or refused will name it)."""
-        group = self.groups.setdefault(address, Group(address))
+        group = self.groups.setdefault(address, PrefillGroup(address))
         want = Want(named)
         cause = None
         if group.shape is not None and not group.looking:
@@ -73,7 +73,7 @@ class Membership:
             self._look_up(group)
         return None
 
-    def _look_up(self, group: Group) -> None:
+    def _look_up(self, group: PrefillGroup) -> None:
         """What was said before counts no more: whoever waits is placed anew by the answer."""
         group.looking = True
         self._out.append(LookUp(group.address))
@@ -198,7 +198,7 @@ class Membership:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _place(self, group: Group, room: Room, want: Want, now: float) -> Cause | None:
+    def _place(self, group: PrefillGroup, room: Room, want: Want, now: float) -> Cause | None:
         """Settles the room's dp rank as far as it can be; a Cause where what was named cannot be."""
         assert group.shape is not None
         if cause := unrunnable(group.shape, "prefill"):
@@ -215,10 +215,12 @@ class Membership:
         if want.named not in (None, want.dp):
             text = f"disagg_prefill_dp_rank {want.named} contradicts room {room}, which is rank {want.dp}'s"
             remedy = f"of {group.shape.dp} there; leave the rank out, or take a room that is {want.named} modulo it"
-            return bad_request(f"{text} {remedy}", code="rank_mismatch", param="disagg_prefill_dp_rank", side="decode")
+            return bad_request(
+                f"{text} {remedy}", code="rank_contradiction", param="disagg_prefill_dp_rank", side="decode"
+            )
         return self._missing(group, want.dp)
 
-    def _missing(self, group: Group, dp: int) -> Cause | None:
+    def _missing(self, group: PrefillGroup, dp: int) -> Cause | None:
         """A route that lacks a rank which holds some of our pages: half a prompt must never pass for a whole one."""
         lacking = [str(source) for source, _ in self._pairs(group, dp) if source not in group.endpoints]
         if not lacking:
@@ -233,7 +235,7 @@ class Membership:
                     want.ask_at = None
                     self._out.append(LookUpRank(group.address, room))
 
-    def _pairs(self, group: Group, dp: int) -> tuple[tuple[Rank, Rank], ...]:
+    def _pairs(self, group: PrefillGroup, dp: int) -> tuple[tuple[Rank, Rank], ...]:
         """The links to that dp rank, as (prefill's rank, ours); ranks that hold nothing for us are left out."""
         assert group.shape is not None
         if dp not in group.pairs:
@@ -241,11 +243,11 @@ class Membership:
             group.pairs[dp] = pairs(stamp.groups, stamp.page_size, group.shape, me.shape, (dp, me.dp))
         return group.pairs[dp]
 
-    def _diallers(self, group: Group, dp: int) -> list[Dialler]:
+    def _diallers(self, group: PrefillGroup, dp: int) -> list[Dialler]:
         keys = [(group.endpoints.get(source), here) for source, here in self._pairs(group, dp)]
         return [dialler for at, here in keys if at is not None and (dialler := self.diallers.get((at, here)))]
 
-    def _want_sessions(self, group: Group, now: float) -> None:
+    def _want_sessions(self, group: PrefillGroup, now: float) -> None:
         for dp in {want.dp for want in group.waiting.values()} - {None}:
             assert dp is not None
             for source, here in self._pairs(group, dp):
@@ -257,7 +259,7 @@ class Membership:
             known = self.diallers[key] = Dialler(*key, self._me, self._times, self._out, self._beat)
         return known
 
-    def _disunited(self, group: Group, dp: int) -> Cause | None:
+    def _disunited(self, group: PrefillGroup, dp: int) -> Cause | None:
         """Every session that the route names is up, and they are not one instance's, or not with the ranks it names."""
         wanted, found = self._pairs(group, dp), self._diallers(group, dp)
         if not wanted or len(found) != len(wanted) or not all(dialler.up for dialler in found):
@@ -269,7 +271,7 @@ class Membership:
             text = f"the registry at {group.address} says {group.shape}, the prefill itself {shapes.pop()}"
         return unavailable("prefill_not_ready", f"{text}; wait until all of its ranks have registered", side="prefill")
 
-    def _lanes(self, group: Group, dp: int) -> tuple[Lane, ...]:
+    def _lanes(self, group: PrefillGroup, dp: int) -> tuple[Lane, ...]:
         """() unless every session is up, with the rank that was meant, all of them with one instance, and that is of
         the shape by which the links were worked out: the registry may speak of the life before."""
         wanted = self._pairs(group, dp)
@@ -300,13 +302,13 @@ class Membership:
                 del self.diallers[key]
 
     @staticmethod
-    def _take(group: Group, rooms: list[Room]) -> list[Room]:
+    def _take(group: PrefillGroup, rooms: list[Room]) -> list[Room]:
         for room in rooms:
             group.waiting.pop(room, None)
         return rooms
 
 
-def _no_such_rank(rank: int, group: Group) -> Cause:
+def _no_such_rank(rank: int, group: PrefillGroup) -> Cause:
     assert group.shape is not None
     text = f"the prefill at {group.address} has data parallel ranks 0 to {group.shape.dp - 1}, and no {rank}"
-    return bad_request(text, code="rank_mismatch", param="disagg_prefill_dp_rank", side="decode")
+    return bad_request(text, code="no_such_rank", param="disagg_prefill_dp_rank", side="decode")

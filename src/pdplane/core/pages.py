@@ -17,13 +17,25 @@ from enum import IntEnum
 from itertools import islice
 from typing import NewType
 
-from .ids import PageId
+from .ids import GrantNo, PageId
 
 Owner = NewType("Owner", str)
 """Who a page belongs to: ``grant <no>`` at decode, ``cache`` for the prefix cache, the rid elsewhere."""
 
 NOBODY = Owner("")
 CACHE = Owner("cache")
+
+
+def grant_owner(grant: GrantNo) -> Owner:
+    """Under which name decode's ledger knows the pages of a grant."""
+    return Owner(f"grant {grant}")
+
+
+def grant_of(owner: Owner) -> GrantNo | None:
+    """The grant whose pages these are; None where they are no grant's."""
+    kind, _, number = owner.partition(" ")
+    return GrantNo(int(number)) if kind == "grant" else None
+
 
 SLICE = 2048  # pages walked in one audit, and the pool up to which an audit is complete
 

@@ -16,7 +16,7 @@ from .frames import Frame
 from .ids import ConnId, Instance, Link, Room
 from .membership import Membership
 from .node import Node
-from .session import Gone, Notice, Refused, Up
+from .session import Gone, Notice, TurnedAway, Up
 
 Event = RouteKnown | RankKnown | RouteFailed | Dialled | DialFailed | ConnLost
 
@@ -117,7 +117,7 @@ class Peers:
                     self._desk.instance_gone(instance)
                     self._members.want_waiting(self._node.now)
                     self._chase(dialler)
-                case Refused(cause):
+                case TurnedAway(cause):
                     self._bad(self._members.refused(dialler), cause)
                     self._chase(dialler)
 

@@ -7,12 +7,10 @@ only: held KV waits for decode, and must not starve what decode has granted alre
 
 from __future__ import annotations
 
-from collections import Counter
-
 from .acceptor import Acceptor
 from .admission import queue_full, refuse
 from .effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
-from .errors import Cause, deadline
+from .errors import Cause, deadline, duplicate_room
 from .events import (
     Accepted,
     Cancel,
@@ -29,11 +27,11 @@ from .events import (
 )
 from .frames import Abort, Announce, Beat, Frame, Grant, Received, Row
 from .holds import Holds
-from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, PageId, Rid, Room
-from .layout import PREFILL_COMPLETE, pages_for
+from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, Rid, Room
+from .layout import PREFILL_COMPLETE
 from .node import Limits, Node, TimerKey
-from .pages import Owner, Page
-from .prefix import PrefixCache
+from .pages import Page
+from .prompt_pages import PromptPages
 from .queues import AdmissionQueue
 from .reception import FromDecode, Reception, duplicate
 from .rooms import Rooms
@@ -53,7 +51,7 @@ class PrefillNode(Node):
         super().__init__(limits)
         self.instance: Instance = me.instance
         self.ahead = me.stamp.policy == PREFILL_COMPLETE
-        self.cache = PrefixCache(self.ledger)
+        self._pages = PromptPages(self.ledger, limits)
         self.rooms: Rooms[Sender] = Rooms(limits.tombstone_s)
         self.sessions = Acceptor(me, limits.session, self.out, self._beat)
         self._queue: AdmissionQueue[Sender] = AdmissionQueue(limits.max_overtakes)
@@ -64,7 +62,6 @@ class PrefillNode(Node):
         self._holds = Holds(limits.held_pages or self.ledger.capacity // 2, limits.hold_term_s)
         self._reception = Reception(self, me)
         self._moves = 0
-        self._returned = 0  # times that a room has given its pages back
         self.computing = 0  # prompts that the engine has
 
     # --- Desk -------------------------------------------------------------------------------------------------------
@@ -93,18 +90,10 @@ class PrefillNode(Node):
         return self._holds.left_s(sender.room, self.now)
 
     def keep(self, sender: Sender, state: Page) -> None:
-        """Only a prompt that was computed whole comes here: nothing of an aborted one is ever shared (O3)."""
-        assert sender.leg is not None
-        owner, own = Owner(sender.leg.rid), sender.own
-        keys = sender.leg.page_keys if self.limits.prefix_cache else ()
-        full = max(0, len(keys) - sender.shared)
-        if keys:
-            self.cache.keep(keys, own[:full], owner, state)
-        self.ledger.free(own[full:], owner)
+        self._pages.keep(sender, state)
 
     def release(self, sender: Sender) -> None:
-        self._returned += 1
-        self.cache.release(sender.pages[: sender.shared])
+        self._pages.release(sender)
 
     def settled(self, sender: Sender) -> None:
         """Clocks and queues follow the machine's state."""
@@ -121,7 +110,10 @@ class PrefillNode(Node):
         if state is S.ORPHAN:
             self._swap_clock(room, "leg", self.now + limits.peer_wait_s)
         elif state in (S.WAITING, S.AHEAD):
-            self._swap_clock(room, "announce", None if sender.peer else self.now + limits.peer_wait_s)
+            if sender.peer:
+                self._stop_clocks(room)
+            else:
+                self._swap_clock(room, "announce", self.now + limits.peer_wait_s)
         elif state is S.HELD:
             self._hold(sender)
         elif state is S.SENT:
@@ -134,7 +126,7 @@ class PrefillNode(Node):
         elif state is S.GONE:
             self._gone(sender)
         else:
-            self._swap_clock(room, "work", None)
+            self._stop_clocks(room)
 
     def _hold(self, sender: Sender) -> None:
         """The term runs once; beside it, as long as no decode has asked, the clock for its first word."""
@@ -211,8 +203,7 @@ class PrefillNode(Node):
     def _after(self) -> None:
         self._notices(self.sessions.tick(self.now))
         while self.computing < self.limits.max_running:
-            look = (self.cache.available, self._returned, self._holds.pages)
-            sender = self._queue.pop_fitting(self._fits, look)
+            sender = self._queue.pop_fitting(self._fits, (self._pages.stamp, self._holds.pages))
             if sender is None:
                 break
             self._start(sender)
@@ -226,8 +217,7 @@ class PrefillNode(Node):
         sender = self.rooms.get(leg.room)
         stone = self.rooms.tombstone(leg.room, self.now)
         if (sender and sender.leg) or (stone and stone.rid) or leg.rid in self._by_rid:
-            text = f"room {leg.room} is in use or was used; every attempt needs a room and a rid of its own"
-            self.out.append(AnswerFailed(leg.rid, Cause("duplicate_room", text, 409, side=self.side)))
+            self.out.append(AnswerFailed(leg.rid, duplicate_room(leg.room, self.side)))
             self.count("duplicate_room")
             return
         if stone and stone.cause:  # cancelled before it arrived: the verdict is there already
@@ -266,40 +256,19 @@ class PrefillNode(Node):
     # --- computing --------------------------------------------------------------------------------------------------
 
     def _fits(self, sender: Sender) -> bool:
-        """Pages for what is not cached; and, ahead of a grant, within the cap of what may be held."""
-        need = self._need(sender)
-        if sender.state is not S.WAITING and need <= self.ledger.free_count:
-            return True  # without a look into the cache, which takes its time for a long prompt
-        hits = self._hits(sender)
-        new = need - len(hits)
-        if sender.state is S.WAITING and not self._holds.has_room(new):
-            return False
-        self.cache.hold(hits)  # what it shares cannot be evicted for it
-        fits = new <= self.cache.available
-        self.cache.release(hits)
-        return fits
-
-    def _hits(self, sender: Sender) -> tuple[PageId, ...]:
-        """The last token is always computed, for its logits: a page that ends with it is not shared."""
+        """There are pages; and, ahead of a grant, they are within the cap of what may be held."""
         assert sender.leg is not None
-        most = (sender.leg.prompt.tokens - 1) // self.limits.page_size
-        return self.cache.match(sender.leg.page_keys[:most]) if self.limits.prefix_cache else ()
-
-    def _need(self, sender: Sender) -> int:
-        assert sender.leg is not None
-        return pages_for(sender.leg.prompt.tokens, self.limits.page_size)
+        ahead = sender.state is S.WAITING
+        return (not ahead or self._holds.has_room(self._pages.own_need(sender.leg))) and self._pages.fits(sender.leg)
 
     def _start(self, sender: Sender) -> None:
-        assert sender.rid is not None
-        hits = self._hits(sender)
-        self.cache.hold(hits)
-        new = self._need(sender) - len(hits)
-        own = self.cache.take(new, Page.COMPUTING, Owner(sender.rid))
-        self.out.append(RunPrefill(sender.rid, hits + own, len(hits) * self.limits.page_size))
+        assert sender.leg is not None
+        pages, shared = taken = self._pages.take(sender.leg)
+        self.out.append(RunPrefill(sender.leg.rid, pages, shared * self.limits.page_size))
         self.computing += 1
-        sender.start(hits + own, len(hits))
+        sender.start(pages, shared)
         if sender.state is S.AHEAD:
-            self._holds.start(sender.room, new)
+            self._holds.start(sender.room, taken.own)
 
     def _released(self, rid: Rid, error: str) -> None:
         sender = self._by_rid.get(rid)
@@ -336,13 +305,17 @@ class PrefillNode(Node):
             self._by_rid.pop(sender.rid, None)
         self.rooms.bury(sender.room, sender.cause, sender.rid, sender.grant_no, self.now)
 
-    def _swap_clock(self, room: Room, kind: str, due: float | None) -> None:
-        """At most one of the waiting clocks runs; one that runs already is not wound up again."""
+    def _swap_clock(self, room: Room, kind: str, due: float) -> None:
+        """One of the waiting clocks runs; one that runs already is not wound up again."""
         for other in CLOCKS:
-            if other != kind or due is None:
+            if other != kind:
                 self.timers.clear((other, room))
-        if due is not None and not self.timers.is_set((kind, room)):
+        if not self.timers.is_set((kind, room)):
             self.timers.set((kind, room), due)
+
+    def _stop_clocks(self, room: Room) -> None:
+        for kind in CLOCKS:
+            self.timers.clear((kind, room))
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
@@ -427,11 +400,7 @@ class PrefillNode(Node):
         return Beat(src=self.instance, running=self.computing, waiting=self.waiting, progress=progress)
 
     def audit(self) -> list[str]:
-        return super().audit() + self.cache.audit(self._shared())
+        return super().audit() + self._pages.audit(self.rooms.live.values())
 
     def audit_all(self) -> list[str]:
-        return super().audit_all() + self.cache.audit_all(self._shared())
-
-    def _shared(self) -> Counter[PageId]:
-        """How many rooms read each page of the prefix cache."""
-        return Counter(page for sender in self.rooms.live.values() for page in sender.pages[: sender.shared])
+        return super().audit_all() + self._pages.audit_all(self.rooms.live.values())

@@ -9,16 +9,16 @@ the proof that frees pages (O4).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from .admission import demand
 from .effects import AnswerRow, ArmGrant, DisarmGrant, Lane, RevokeGrant
 from .errors import Cause
 from .events import LegArrived
-from .frames import Abort, Announce, Frame, Grant, Received, Row
-from .ids import NO_GRANT, GrantNo, Instance, Link, PageId, Rank, Rid, Room
+from .frames import Abort, Announce, Frame, FrameIdentity, Grant, Received, Row
+from .ids import NO_GRANT, Instance, Link, PageId, Rank, Rid, Room
 from .node import Node
-from .pages import Owner, Page
+from .pages import Owner, Page, grant_owner
 from .table import RA, RE, RECEIVER, KVPoll, R, receiver_poll
 
 
@@ -39,16 +39,6 @@ class Desk(Protocol):
     def settled(self, receiver: Receiver) -> None:
         """The machine has moved: clocks and queues follow."""
         ...
-
-
-class _Identity(TypedDict):
-    """Rule 2, as keyword arguments of a room frame."""
-
-    room: Room
-    grant: GrantNo
-    src: Instance
-    dst: Instance
-    rank: Rank
 
 
 class Receiver:
@@ -79,7 +69,7 @@ class Receiver:
 
     @property
     def owner(self) -> Owner:
-        return Owner(f"grant {self.grant}")
+        return grant_owner(self.grant)
 
     @property
     def links(self) -> list[Link]:
@@ -315,6 +305,8 @@ class Receiver:
             self.told.add(link)
         return handed
 
-    def _identity(self, link: Link) -> _Identity:
+    def _identity(self, link: Link) -> FrameIdentity:
         there = link.there
-        return _Identity(room=self.room, grant=self.grant, src=self._desk.instance, dst=there.instance, rank=there.rank)
+        return FrameIdentity(
+            room=self.room, grant=self.grant, src=self._desk.instance, dst=there.instance, rank=there.rank
+        )

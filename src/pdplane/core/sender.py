@@ -9,13 +9,13 @@ nothing of ours can still write: no step of the engine touches the pages and no 
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from .effects import AbortEngine, AnswerRow, CancelMoves, MovePages
 from .errors import Cause
 from .events import LegArrived
-from .frames import Abort, Announce, Drained, Failed, Frame, Grant, PromptId, Ready, Row, Success
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
+from .frames import Abort, Announce, Drained, Failed, Frame, FrameIdentity, Grant, PromptId, Ready, Row, Success
+from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rid, Room
 from .layout import pages_for
 from .node import Node
 from .pages import Owner, Page
@@ -51,16 +51,6 @@ class Desk(Protocol):
     def settled(self, sender: Sender) -> None:
         """The machine has moved: clocks and queues follow."""
         ...
-
-
-class _Identity(TypedDict):
-    """Rule 2, as keyword arguments of a room frame."""
-
-    room: Room
-    grant: GrantNo
-    src: Instance
-    dst: Instance
-    rank: Rank
 
 
 class Sender:
@@ -364,6 +354,6 @@ class Sender:
             identity = self._identity(target)
             self._desk.send(target, Failed(**identity, cause=cause) if kind is Failed else Drained(**identity))
 
-    def _identity(self, link: Link) -> _Identity:
+    def _identity(self, link: Link) -> FrameIdentity:
         instance = self._desk.instance
-        return _Identity(room=self.room, grant=self.grant_no, src=instance, dst=link.there.instance, rank=link.here)
+        return FrameIdentity(room=self.room, grant=self.grant_no, src=instance, dst=link.there.instance, rank=link.here)

@@ -64,7 +64,7 @@ class Up(msgspec.Struct, frozen=True):
     shape: Shape = Shape()
 
 
-class Refused(msgspec.Struct, frozen=True):
+class TurnedAway(msgspec.Struct, frozen=True):
     """No session with this endpoint now; rooms that wait for their first one fail with the cause."""
 
     cause: Cause
@@ -76,7 +76,7 @@ class Gone(msgspec.Struct, frozen=True):
     instance: Instance
 
 
-Notice = Up | Refused | Gone
+Notice = Up | TurnedAway | Gone
 
 
 def no_transport(prefill: Sequence[DataEndpoint], decode: Sequence[DataEndpoint]) -> Cause:

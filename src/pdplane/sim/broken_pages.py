@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from pdplane.core import batch as batching
+from pdplane.core import prompt_pages
 from pdplane.core.batch import Batch, Running
 from pdplane.core.door import Door
 from pdplane.core.effects import RestoreEngine
 from pdplane.core.holds import Holds
 from pdplane.core.ids import PageId, Rank, Rid, Room
-from pdplane.core.membership import Group, Membership
+from pdplane.core.membership import Membership, PrefillGroup
 from pdplane.core.pages import Page
-from pdplane.core.prefill import PrefillNode
 from pdplane.core.prefix import PrefixCache
 from pdplane.core.reception import Reception
 from pdplane.core.reserve import Reserve
@@ -43,7 +43,7 @@ def evicts_held(stack: ExitStack) -> None:
     """The prefix cache forgets who reads a page, and its books agree with it."""
     for name in ("hold", "release"):
         swap(stack, PrefixCache, name, lambda self, pages: None)
-    swap(stack, PrefillNode, "_shared", lambda self: Counter())
+    swap(stack, prompt_pages, "_readers", lambda senders: Counter())
 
 
 def cached_boasted(stack: ExitStack) -> None:
@@ -140,7 +140,7 @@ def lacking_rank(stack: ExitStack) -> None:
     """A route that lacks a rank is taken for one without that rank, and neither end counts what the links bring."""
     pairs = Membership._pairs
 
-    def known(self: Membership, group: Group, dp: int) -> tuple[tuple[Rank, Rank], ...]:
+    def known(self: Membership, group: PrefillGroup, dp: int) -> tuple[tuple[Rank, Rank], ...]:
         return tuple(pair for pair in pairs(self, group, dp) if pair[0] in group.endpoints)
 
     swap(stack, Membership, "_pairs", known)

@@ -33,7 +33,7 @@ from .trace import Trace
 SAME_INSTANT = 20_000  # events at one instant: something feeds itself
 _EXCUSED = """
 client_left deadline overloaded bad_request context_length_exceeded engine_error duplicate_room prompt_mismatch
-rank_mismatch hold_expired no_leg no_decode peer_leg_closed
+rank_contradiction no_such_rank hold_expired no_leg no_decode peer_leg_closed
 """
 EXCUSED = frozenset(_EXCUSED.split())  # ends that clients, legs that are late or do not fit, and full pools lead to
 REST_S = 45.0  # drain limit, row's time and grace, with room to spare

@@ -4,16 +4,15 @@ batch completes exactly once, however it ends."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pdplane.core.ids import GrantNo, MoveNo
 from pdplane.core.slices import Slice
 
-from .contract import PAGES_PER_FRAME, Pair
+from .contract import PAGES_PER_FRAME, Pairs
 from .landing_table import Verdict
 from .tcp_frames import BadData
 
-Frame = Sequence[Pair]
 MAX_PAGE = 2**32 - 1
 """A page number is four bytes on the wire."""
 
@@ -28,7 +27,7 @@ class Batch:
 
     __slots__ = ("begun", "error", "grant", "number", "pairs", "unacked")
 
-    def __init__(self, number: MoveNo, grant: GrantNo, pairs: Sequence[Pair]) -> None:
+    def __init__(self, number: MoveNo, grant: GrantNo, pairs: Pairs) -> None:
         self.number = number
         self.grant = grant
         self.pairs = pairs
@@ -62,12 +61,12 @@ class Batches:
     def post(self, batch: Batch) -> None:
         self._waiting.append(batch)
 
-    def head(self) -> tuple[int, GrantNo, Frame] | None:
+    def head(self) -> tuple[int, GrantNo, Pairs] | None:
         """(seq, grant, pairs) of the frame that is next."""
         while self._waiting:
             batch = self._waiting[0]
             pairs = batch.pairs[batch.begun : batch.begun + self._pages_per_frame]
-            if all(0 <= pair.dst <= MAX_PAGE for pair in pairs):
+            if 0 <= min(pairs.dst) <= max(pairs.dst) <= MAX_PAGE:
                 return self._acked + len(self._unacked) + 1, batch.grant, pairs
             self._discard(batch, Verdict.NOT_GRANTED)
         return None

@@ -7,8 +7,8 @@ shell hops to its loop. Conformance: tests/transport/test_conformance.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, overload
 
 import msgspec
 
@@ -36,6 +36,43 @@ class Pair(msgspec.Struct, frozen=True, array_like=True):
 
     src: PageId
     dst: PageId
+
+
+class Pairs(Sequence[Pair]):
+    """Page src[i] of the mover's pool goes to page dst[i] of the landing's. A hundred thousand of them cost no more
+    than one until they are looked at. Nobody changes the two lists afterwards."""
+
+    __slots__ = ("dst", "src")
+
+    def __init__(self, src: Sequence[PageId], dst: Sequence[PageId]) -> None:
+        """ValueError where they are not equally long."""
+        if len(src) != len(dst):
+            raise ValueError(f"{len(src)} pages cannot go to {len(dst)}")
+        self.src = src
+        self.dst = dst
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Pairs:
+        if isinstance(pairs, Pairs):
+            return pairs
+        return cls([pair.src for pair in pairs], [pair.dst for pair in pairs])
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Pairs: ...
+
+    def __getitem__(self, index: int | slice) -> Pair | Pairs:
+        if isinstance(index, slice):
+            return Pairs(self.src[index], self.dst[index])
+        return Pair(self.src[index], self.dst[index])
+
+    def __iter__(self) -> Iterator[Pair]:
+        return map(Pair, self.src, self.dst)
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +103,7 @@ class Mover(Protocol):
 
     def move(self, number: MoveNo, grant: GrantNo, peer: Seat, pairs: Sequence[Pair]) -> None:
         """Post a batch; completion by callback. An unknown or dead peer completes with an error, later and not inside
-        this call (except on the memory transport)."""
+        this call (except on the memory transport). Give a long batch as `Pairs`."""
 
     def cancel(self, grant: GrantNo, peer: Seat) -> None:
         """Drop what has not begun of this grant: those moves complete with error "cancelled"; begun ones run on."""

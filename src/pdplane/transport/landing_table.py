@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
@@ -28,6 +27,7 @@ from pdplane.core.ids import GrantNo, Instance, PageId, Seat
 from pdplane.core.slices import Slice
 
 from .contract import LandedCallback, QuietCallback
+from .page_numbers import PageNumbers, packed, packed_inside
 
 
 class Verdict(enum.IntEnum):
@@ -59,14 +59,8 @@ class _Entry:
         self.revoked = False
 
 
-Pages: TypeAlias = npt.NDArray[np.uint32]
 Places: TypeAlias = npt.NDArray[np.intp]
 """Where pages are in the sorted pages of a share."""
-
-
-def _packed(pages: Collection[PageId]) -> Pages:
-    """OverflowError where a number is none of four bytes."""
-    return np.asarray(array("I", pages), np.uint32)
 
 
 class _Share:
@@ -75,7 +69,7 @@ class _Share:
 
     __slots__ = ("_is_sorted", "_pages", "_taken", "cut", "entry", "landing", "peer", "slice")
 
-    def __init__(self, entry: _Entry, peer: Seat, pages: Pages, slice_: Slice) -> None:
+    def __init__(self, entry: _Entry, peer: Seat, pages: PageNumbers, slice_: Slice) -> None:
         self.entry = entry
         self.peer = peer
         self.slice = slice_
@@ -111,7 +105,7 @@ class _Share:
     def _places(self, pages: Sequence[PageId]) -> Places | None:
         """None where one of the pages is not granted."""
         try:
-            wanted = _packed(pages)
+            wanted = packed(pages)
         except OverflowError:
             return None
         if not len(self._pages):
@@ -160,7 +154,7 @@ class LandingTable:
     def arm(self, grant: GrantNo, peer: Seat, pages: Collection[PageId], slice_: Slice) -> None:
         """IndexError for a page outside the pool, ValueError for a slice of other pages than this pool's, and for a
         grant armed twice for one peer. A peer that is armed after the revoke lands nothing."""
-        granted = self._inside(grant, pages)
+        granted = packed_inside(pages, self._pool_pages)
         if slice_.dst_page != self._page_bytes:
             raise ValueError(
                 f"grant {grant}: a slice of pages of {slice_.dst_page} bytes, this pool has pages of {self._page_bytes}"
@@ -170,16 +164,6 @@ class LandingTable:
             if peer in entry.shares:
                 raise ValueError(f"grant {grant} is armed already for {peer}: grant numbers are never reused")
             entry.shares[peer] = _Share(entry, peer, granted, slice_)
-
-    def _inside(self, grant: GrantNo, pages: Collection[PageId]) -> Pages:
-        try:
-            granted = _packed(pages)
-            if int(granted.max(initial=0)) < self._pool_pages:
-                return granted
-        except OverflowError:
-            pass
-        page = next(page for page in pages if not 0 <= page < self._pool_pages)
-        raise IndexError(f"grant {grant}: page {page} is outside the pool of {self._pool_pages} pages")
 
     def revoke(self, grant: GrantNo) -> bool:
         with self._lock:

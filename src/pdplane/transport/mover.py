@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import ClassVar, Protocol
 
 from pdplane.core.frames import DataEndpoint
-from pdplane.core.ids import GrantNo, Instance, MoveNo, PageId, Seat
+from pdplane.core.ids import GrantNo, Instance, MoveNo, Seat
 from pdplane.core.slices import Slice
 
 from . import checksum as checksums
 from .batches import Batch
-from .contract import Capabilities, Pair, WroteCallback
+from .contract import Capabilities, Pair, Pairs, WroteCallback
 from .io_thread import IoThread
+from .page_numbers import packed_inside
 from .pool import PagePool
 from .slicing import check_source
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-
-_source: Callable[[Pair], PageId] = attrgetter("src")
 
 
 class Wiring:
@@ -109,10 +107,8 @@ class PageMover:
         """IndexError for a source page outside the pool, before anything is posted."""
         if self._closed:
             raise RuntimeError(f"move {number} posted to a closed mover")
-        batch = Batch(number, grant, tuple(pairs))
-        if batch.pairs:
-            self.pool.check(min(map(_source, batch.pairs)))
-            self.pool.check(max(map(_source, batch.pairs)))
+        batch = Batch(number, grant, Pairs.of(pairs))
+        packed_inside(batch.pairs.src, self.pool.pages)
         self._io.post(lambda: self._post(peer, batch))
 
     def cancel(self, grant: GrantNo, peer: Seat) -> None:

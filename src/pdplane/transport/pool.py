@@ -28,15 +28,12 @@ class PagePool:
         self.memory = memoryview(self._map)
 
     def page(self, index: PageId) -> memoryview:
-        """The bytes of one page. IndexError as `check`."""
-        self.check(index)
-        start = index * self.page_bytes
-        return self.memory[start : start + self.page_bytes]
-
-    def check(self, index: PageId) -> None:
-        """IndexError outside the pool: a page number from a peer is checked by whoever owns the memory."""
+        """The bytes of one page. IndexError outside the pool: a page number from a peer is checked by whoever owns
+        the memory."""
         if not 0 <= index < self.pages:
             raise IndexError(f"page {index} is outside the pool of {self.pages} pages")
+        start = index * self.page_bytes
+        return self.memory[start : start + self.page_bytes]
 
     def close(self) -> None:
         self.memory.release()

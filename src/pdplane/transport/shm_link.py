@@ -12,7 +12,8 @@ from pdplane.core.slices import Slice
 
 from . import checksum
 from . import shm_frames as frames
-from .batches import Batch, Batches, Frame, pages_per_frame
+from .batches import Batch, Batches, pages_per_frame
+from .contract import Pairs
 from .host_identity import host_identity
 from .mover import Wiring
 from .shm_sockets import close_all, dial_local, receive_packet, send_packet
@@ -51,7 +52,7 @@ class LocalLink(abc.ABC):
         """Send BIND. True: frames may follow at once."""
 
     @abc.abstractmethod
-    def _frame(self, seq: int, grant: GrantNo, pairs: Frame) -> frames.Pages | frames.Placed:
+    def _frame(self, seq: int, grant: GrantNo, pairs: Pairs) -> frames.Pages | frames.Placed:
         """What to say of these pages. BlockingIOError: not now, try again."""
 
     def _bound(self, bound: frames.Bound, fds: list[int]) -> None:
@@ -186,7 +187,7 @@ class LocalLink(abc.ABC):
 
     # --- for the kinds ---
 
-    def _checksum(self, pairs: Frame) -> int | None:
+    def _checksum(self, pairs: Pairs) -> int | None:
         if not self._wiring.checksum:
             return None
-        return checksum.of_source(self._wiring.pool.memory, self.slice, [pair.src for pair in pairs])
+        return checksum.of_source(self._wiring.pool.memory, self.slice, pairs.src)

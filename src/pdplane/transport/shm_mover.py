@@ -16,8 +16,7 @@ from pdplane.core.ids import GrantNo
 
 from . import memfd
 from . import shm_frames as frames
-from .batches import Frame
-from .contract import Capabilities
+from .contract import Capabilities, Pairs
 from .host_identity import shared_host
 from .mover import PageMover, PeerLink
 from .pool import PagePool
@@ -36,9 +35,8 @@ class ShmLink(LocalLink):
             close_all([fd])
         return True
 
-    def _frame(self, seq: int, grant: GrantNo, pairs: Frame) -> frames.Pages:
-        src, dst = tuple(pair.src for pair in pairs), tuple(pair.dst for pair in pairs)
-        return frames.Pages(seq, grant, src, dst, self._checksum(pairs))
+    def _frame(self, seq: int, grant: GrantNo, pairs: Pairs) -> frames.Pages:
+        return frames.Pages(seq, grant, tuple(pairs.src), tuple(pairs.dst), self._checksum(pairs))
 
 
 class ShmMover(PageMover):

@@ -10,8 +10,7 @@ from pdplane.core.ids import GrantNo
 
 from . import shm_frames as frames
 from . import slicing
-from .batches import Frame
-from .contract import Capabilities
+from .contract import Capabilities, Pairs
 from .mover import PeerLink
 from .page_lock import WriteGate
 from .shm_link import LocalLink
@@ -63,14 +62,13 @@ class ShmPushLink(LocalLink):
             self._target = None
         super().fail(error)
 
-    def _frame(self, seq: int, grant: GrantNo, pairs: Frame) -> frames.Placed:
-        dst = tuple(pair.dst for pair in pairs)
-        return frames.Placed(seq, grant, dst, self._write(grant, pairs), self._checksum(pairs))
+    def _frame(self, seq: int, grant: GrantNo, pairs: Pairs) -> frames.Placed:
+        return frames.Placed(seq, grant, tuple(pairs.dst), self._write(grant, pairs), self._checksum(pairs))
 
-    def _write(self, grant: GrantNo, pairs: Frame) -> bool:
+    def _write(self, grant: GrantNo, pairs: Pairs) -> bool:
         """One batch, or nothing of it. BlockingIOError: try again."""
         assert self._target is not None
-        gate, src, dst = self._target.gate, [pair.src for pair in pairs], [pair.dst for pair in pairs]
+        gate, src, dst = self._target.gate, pairs.src, pairs.dst
         if max(dst) >= self._target.pages or len(set(dst)) != len(dst):
             return False
         slot = gate.enter(grant)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from pdplane.core.frames import DataEndpoint
 from pdplane.core.ids import GrantNo, PageId, Rank, Seat
@@ -15,8 +15,8 @@ from pdplane.core.slices import Slice
 
 from . import checksum, slicing
 from . import tcp_frames as frames
-from .batches import Batch, Batches, Frame, pages_per_frame
-from .contract import PAGES_PER_FRAME, Endpoint
+from .batches import Batch, Batches, pages_per_frame
+from .contract import PAGES_PER_FRAME, Endpoint, Pairs
 from .mover import Wiring
 from .tcp_sockets import READ, WRITE, dial
 
@@ -139,14 +139,14 @@ class Sender:
             self._sending = self._frame(*head)
             self._batches.begin()
 
-    def _frame(self, seq: int, grant: GrantNo, pairs: Frame) -> list[memoryview]:
-        memory, pages = self._wiring.pool.memory, [pair.src for pair in pairs]
+    def _frame(self, seq: int, grant: GrantNo, pairs: Pairs) -> list[memoryview]:
+        memory, pages = self._wiring.pool.memory, pairs.src
         digest = checksum.of_source(memory, self.slice, pages) if self._wiring.checksum else None
         head = frames.PagesHead(len(pairs), seq, grant, self.slice.size_bytes, digest)
-        data = frames.encode_pages_head(head, [pair.dst for pair in pairs], self._version)
+        data = frames.encode_pages_head(head, pairs.dst, self._version)
         return [memoryview(data), *self._payload(memory, pages)]
 
-    def _payload(self, memory: memoryview, pages: list[PageId]) -> list[memoryview]:
+    def _payload(self, memory: memoryview, pages: Sequence[PageId]) -> list[memoryview]:
         if self._straight:
             size = self.slice.src_page
             return [memory[page * size : (page + 1) * size] for page in pages]
