@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 PREFILL ?= 1
 DECODE ?= 1
-SEEDS ?= 2000
+SEEDS ?= 5000
 
 .PHONY: serve test check sim bench bench-engine bench-handoff bench-equality bench-cancel bench-router bench-registry \
-        bench-transport interop-sglang trial-kill docs clean install
+        bench-transport interop-sglang trials trial-kill trial-drain trial-transfer trial-field docs clean install
 
 serve: $(VENV)/.installed
 	$(BIN)/pdplane model install
@@ -48,9 +48,11 @@ bench-transport: $(VENV)/.installed .bench-transport-venv/.installed
 interop-sglang: $(VENV)/.installed .interop-sglang-venv/.installed
 	$(BIN)/python benchmarks/interop_sglang/run.py
 
-trial-kill: $(VENV)/.installed
+trials: trial-kill trial-drain trial-transfer trial-field
+
+trial-kill trial-drain trial-transfer trial-field: trial-%: $(VENV)/.installed
 	$(BIN)/pdplane model install
-	$(BIN)/python trials/kill.py
+	PYTHONPATH=benchmarks $(BIN)/python trials/$*.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py

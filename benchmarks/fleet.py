@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,9 +29,10 @@ STOP_LIMIT_S = 15.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now, below the ephemeral range: a long load run must not collide with them."""
+    """Ports that are free now, below the ephemeral range: a long load run must not collide with them. From a random one
+    on: two runs that begin together must not either."""
     found: list[int] = []
-    for port in range(20_000 + os.getpid() % 8_000, 32_000):
+    for port in range(20_000 + secrets.randbelow(11_000), 32_000):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -205,7 +207,7 @@ def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds as Ctrl-C does, so that no process is left behind."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise SystemExit(128 + number)  # not SIGINT: shells let it be ignored in the background
 
     if threading.current_thread() is not threading.main_thread():
         yield

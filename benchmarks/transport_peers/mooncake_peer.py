@@ -3,13 +3,14 @@ write."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from pages import WARM_UPS, Job, in_another_process, job_from_arguments, missing, report
+from pages import WARM_UPS, Job, in_another_process, job_from_arguments, missing, obey, report, tell
 
 HOST = "127.0.0.1"
 
@@ -63,8 +64,7 @@ def run(job: Job, *, reads: bool) -> list[float]:
         if reads:
             getattr(job, verb)(memory)
         else:
-            far.send(verb)
-            assert far.recv() == "", "the other process found wrong pages"
+            tell(far, verb)
 
     return [one_round() for _ in range(WARM_UPS + job.rounds)]
 
@@ -75,14 +75,10 @@ def serve(initiator: Connection, job: Job, is_source: bool) -> None:
         job.fill(memory)
     engine = new_engine(memory)
     initiator.send((f"{HOST}:{engine.get_rpc_port()}", memory.ctypes.data))
-    while True:
-        try:
-            getattr(job, initiator.recv())(memory)
-            initiator.send("")
-        except AssertionError as wrong:
-            initiator.send(str(wrong))
-        except EOFError:
-            os._exit(0)
+    with contextlib.suppress(EOFError):
+        while True:
+            obey(initiator, job, memory)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ round is from the post to DONE. Variants are `<tuning>-<read|write>`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from pages import WARM_UPS, Job, in_another_process, job_from_arguments, missing, report
+from pages import WARM_UPS, Job, in_another_process, job_from_arguments, missing, obey, report, tell
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ class Initiator:
         if self.reads:
             getattr(self.job, verb)(self.memory)
         else:
-            self.far.send(verb)
-            assert self.far.recv() == "", "the other process found wrong pages"
+            tell(self.far, verb)
 
 
 def serve(initiator: Connection, job: Job, tuning: Tuning, is_source: bool) -> None:
@@ -118,16 +118,12 @@ def serve(initiator: Connection, job: Job, tuning: Tuning, is_source: bool) -> N
     registered(agent, memory)
     initiator.send((agent.get_agent_metadata(), memory.ctypes.data))
     agent.add_remote_agent(initiator.recv())
-    while True:
-        agent.get_new_notifs()
-        if initiator.poll(tuning.target_sleep_s):
-            try:
-                getattr(job, initiator.recv())(memory)
-                initiator.send("")
-            except AssertionError as wrong:
-                initiator.send(str(wrong))
-            except EOFError:
-                os._exit(0)
+    with contextlib.suppress(EOFError):
+        while True:
+            agent.get_new_notifs()
+            if initiator.poll(tuning.target_sleep_s):
+                obey(initiator, job, memory)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,22 @@ def expected(job: Job) -> np.ndarray:
     return target
 
 
+def tell(far: Connection, verb: str) -> None:
+    """Has the other process blank or check its target. AssertionError where that is wrong."""
+    far.send(verb)
+    assert far.recv() == "", "the other process found wrong pages"
+
+
+def obey(initiator: Connection, job: Job, target: np.ndarray) -> None:
+    """The next `tell`. EOFError where the initiator is gone."""
+    verb = initiator.recv()
+    try:
+        getattr(job, verb)(target)
+        initiator.send("")
+    except AssertionError as wrong:
+        initiator.send(str(wrong))
+
+
 def job_from_arguments(description: str | None) -> Job:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--pages", type=int, default=1000)

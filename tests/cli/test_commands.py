@@ -38,7 +38,8 @@ FLAGS = {
     "replay": ["seed", "--pattern"],
 }
 TARGETS = (
-    "serve test sim bench-equality bench-cancel bench-engine bench-handoff bench-router bench-registry trial-kill docs"
+    "serve test sim bench-equality bench-cancel bench-engine bench-handoff bench-router bench-registry bench-transport "
+    "interop-sglang trial-kill trial-drain trial-transfer trial-field docs"
 )
 
 

@@ -21,6 +21,7 @@ from pdplane.core.effects import (
     DisarmGrant,
     Effect,
     LookUp,
+    LookUpRank,
     MovePages,
     RevokeGrant,
     SendFrame,
@@ -41,6 +42,7 @@ from pdplane.core.events import (
     LegArrived,
     MoveDone,
     PagesLanded,
+    RankKnown,
     Released,
     RouteFailed,
     RouteKnown,
@@ -191,6 +193,8 @@ class Facing:
 
     def carry_out(self, box: Box, effect: Effect) -> None:
         match effect:
+            case LookUpRank(address, room):
+                box.take(RankKnown(address, room, None))
             case LookUp(address):
                 if self.route_cause:
                     box.take(RouteFailed(address, self.route_cause))

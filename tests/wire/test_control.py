@@ -203,7 +203,7 @@ def test_what_we_write_still_says_all_that_protocol_1_reads(frame: Frame, golden
 
 # --- round trips ------------------------------------------------------------------------------------------------
 
-names = st.text(max_size=12).map(Instance)
+names = st.text(min_size=1, max_size=12).map(Instance)
 counts = st.integers(0, 2**31)
 places = st.integers(0, MAX_SHAPE - 1)
 ranks = st.builds(Rank, places, places, places, places)

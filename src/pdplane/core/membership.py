@@ -23,6 +23,7 @@ from .layout import unrunnable
 from .session import Identity, Notice, SessionTimes
 from .slices import pairs, shard_bytes
 
+LOOK_AGAIN_S = 1.0  # at a route, while rooms wait for a rank that prefill has not written
 ASK_AGAIN_S = 0.05  # for a room's dp rank that prefill has not written yet
 
 
@@ -42,6 +43,7 @@ class PrefillGroup(msgspec.Struct):
     follow_room: bool = True
     endpoints: dict[Rank, ControlEndpoint] = {}
     looking: bool = False
+    looked_at: float = 0.0
     waiting: dict[Room, Want] = {}
     pairs: dict[int, tuple[tuple[Rank, Rank], ...]] = {}  # by dp rank, worked out once per answer
 
@@ -69,9 +71,14 @@ class Membership:
             if want.dp is not None and (lanes := self._lanes(group, want.dp)):
                 return cause or lanes
         group.waiting[room] = want
-        if not group.looking and (cause or want.dp is not None or group.shape is None):
+        if not group.looking and (cause or want.dp is not None or not self._vouched(group)):
             self._look_up(group)
         return None
+
+    def _vouched(self, group: PrefillGroup) -> bool:
+        """A session that the last answer led to is up: what the answer said of the group still stands."""
+        named = set(group.endpoints.values())
+        return any(dialler.up for (at, _), dialler in self.diallers.items() if at in named)
 
     def _look_up(self, group: PrefillGroup) -> None:
         """What was said before counts no more: whoever waits is placed anew by the answer."""
@@ -83,7 +90,7 @@ class Membership:
         group = self.groups.get(route.address)
         if group is None or not group.looking:
             return []
-        group.looking = False
+        group.looking, group.looked_at = False, now
         group.shape, group.follow_room, group.endpoints = route.shape, route.follow_room, dict(route.ranks)
         group.pairs.clear()
         self._forget_idle()
@@ -101,6 +108,8 @@ class Membership:
             return None
         if answer.dp_rank is None:
             want.ask_at = now + ASK_AGAIN_S
+            if not group.looking and not self._vouched(group) and now >= group.looked_at + LOOK_AGAIN_S:
+                self._look_up(group)
             return None
         want.dp, want.ask_at = answer.dp_rank, None
         if group.looking:

@@ -47,15 +47,21 @@ class GrantWords:
         self._fd = memfd.sealed_memfd("pdplane-words", slots * WORD_BYTES)
         self._map = mmap.mmap(self._fd, slots * WORD_BYTES)
         self._words = memoryview(self._map).cast("Q")
-        self._free = deque(range(slots))
+        self._fresh = 0  # slots from here on have never been used
+        self._freed: deque[int] = deque()
         self._slots: dict[GrantNo, int] = {}
         self._withdrawn: set[GrantNo] = set()
 
     def publish(self, grant: GrantNo) -> bool:
         """From now on the peer may write under the grant. False where every slot is locked or in use: it may not."""
-        if not self._free and not self._sweep():
+        if self._fresh < self.slots:
+            slot = self._fresh
+            self._fresh += 1
+        elif self._freed or self._sweep():
+            slot = self._freed.popleft()
+        else:
             return False
-        self._slots[grant] = slot = self._free.popleft()
+        self._slots[grant] = slot
         self._words[slot] = grant
         return True
 
@@ -75,7 +81,7 @@ class GrantWords:
         _lock(self._fd, fcntl.F_UNLCK, slot)
         del self._slots[grant]
         self._withdrawn.discard(grant)
-        self._free.append(slot)
+        self._freed.append(slot)
         return True
 
     def may_write(self) -> bool:
@@ -84,10 +90,10 @@ class GrantWords:
         return bool(self._slots)
 
     def _sweep(self) -> bool:
-        """Frees what can be proven; True where a slot is free."""
+        """Frees what can be proven; True where that is a slot."""
         for earlier in list(self._withdrawn):
             self.is_quiet(earlier)
-        return bool(self._free)
+        return bool(self._freed)
 
     def new_reader(self) -> int:
         """A descriptor for one connection of the peer: it can read the words and take shared locks, no more. Whoever

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdplane.core.ids import PageId, Seat
-from pdplane.core.slices import Slice
+from pdplane.core.slices import Slice, Span
 
 Runs: TypeAlias = npt.NDArray[np.void]
 """[page][run], each element one run of a span."""
@@ -25,23 +25,23 @@ Runs: TypeAlias = npt.NDArray[np.void]
 @functools.lru_cache(maxsize=1024)
 def packed_at_source(slice_: Slice) -> bool:
     """Prefill's page is, as it lies, what goes on the way."""
-    at = 0
-    for span in slice_.spans:
-        if span.src != at or (span.src_step != span.run and span.count > 1):
-            return False
-        at += span.run * span.count
-    return at == slice_.src_page
+    return _fill(slice_.src_page, slice_.spans, [(span.src, span.src_step) for span in slice_.spans])
 
 
 @functools.lru_cache(maxsize=1024)
 def packed_at_target(slice_: Slice) -> bool:
     """What comes is, as it comes, decode's page."""
+    return _fill(slice_.dst_page, slice_.spans, [(span.dst, span.dst_step) for span in slice_.spans])
+
+
+def _fill(page: int, spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> bool:
+    """Spans whose runs begin at places[i][0], each places[i][1] after the last, fill the page one after the other."""
     at = 0
-    for span in slice_.spans:
-        if span.dst != at or (span.dst_step != span.run and span.count > 1):
+    for span, (start, step) in zip(spans, places, strict=True):
+        if start != at or (step != span.run and span.count > 1):
             return False
         at += span.run * span.count
-    return at == slice_.dst_page
+    return at == page
 
 
 def check_source(slice_: Slice, peer: Seat, page_bytes: int) -> None:

@@ -24,6 +24,7 @@ MAX_LINKS = 4096
 MAX_ENDPOINTS = 16
 MAX_KIND = 32  # characters, as the following
 MAX_HOST = 255
+MAX_INSTANCE = 128
 MAX_DATA_TOKEN = 256
 MAX_PORT = 65_535
 
@@ -133,6 +134,8 @@ def _unknown_or_bad(body: memoryview, error: msgspec.ValidationError) -> Unknown
 
 def _check_ranges(frame: Frame) -> None:
     """What the types cannot say. Page numbers are the memory owner's to check, by grant."""
+    if not 1 <= len(frame.src) <= MAX_INSTANCE:
+        raise BadFrame(f"a sender's instance has {len(frame.src)} characters, not 1 to {MAX_INSTANCE}")
     match frame:
         case Hello():
             _check_seat(frame.rank, frame.shape)
