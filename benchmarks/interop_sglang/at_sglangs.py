@@ -104,7 +104,13 @@ async def _prefill(
 ) -> AsyncIterator[tuple[Registered, Ports]]:
     """Our prefill's registration, once SGLang's registry has all of it."""
     ports = {rank: 5000 + number for number, rank in enumerate(ranks_of(shape))}
-    config = WorkerConfig(role="prefill", registry=f"http://127.0.0.1:{port}")
+    config = WorkerConfig(
+        role="prefill",
+        registry=f"http://127.0.0.1:{port}",
+        dp=shape.dp,
+        tp=shape.tp,
+        load_balance_method=method,
+    )
     whole = asyncio.Event()
     async with registered(
         config,
@@ -112,8 +118,6 @@ async def _prefill(
         page_size=16,
         kv_dtype="float32",
         control_ports=ports,
-        shape=shape,
-        load_balance_method=method,
         waits_for=lambda what: None if what else whole.set(),
     ) as entry:
         await asyncio.wait_for(whole.wait(), PATIENCE_S)

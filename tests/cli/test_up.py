@@ -54,14 +54,16 @@ def test_ports_count_up_and_the_router_knows_every_worker() -> None:
 
 
 def test_every_childs_arguments_are_a_command_that_parses_to_what_was_asked() -> None:
-    config = UpConfig(model="/models/m", pool_mb=7, max_running=3, batch_invariant=True, request_timeout_s=9.0)
+    config = UpConfig(
+        model="/models/m", pool_mb=7, max_running=3, batch_invariant=True, request_timeout_s=9.0, shutdown_s=3.0
+    )
     for part in plan(config):
         args = parser().parse_args(part.arguments)
         assert args.command == ("router" if part.name == "router" else "worker")
         if part.name != "router":
             worker = load(WorkerConfig, vars(args), {})
             assert (worker.model, worker.pool_mb, worker.max_running) == ("/models/m", 7, 3)
-            assert (worker.batch_invariant, worker.request_timeout_s) == (True, 9.0)
+            assert (worker.batch_invariant, worker.request_timeout_s, worker.shutdown_s) == (True, 9.0, 3.0)
 
 
 def test_sizes_policy_and_transports_reach_each_side() -> None:
@@ -226,6 +228,44 @@ async def test_the_wait_for_a_pair_says_what_is_missing(capsys: pytest.CaptureFi
         await until(lambda: "waiting: no decode is ready" in capsys.readouterr().out)
         stop.set()
         assert not await waiting
+
+
+async def test_the_last_decode_may_be_drained_and_the_router_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    others = [await Child.start(name, python(WAITS)) for name in ("prefill 0", "router")]
+    drained = await Child.start("decode 0", python("print('nothing is left')"))
+    stop = asyncio.Event()
+    watching = asyncio.create_task(_watch([*others, drained], stop))
+    told = ""
+
+    def said() -> bool:
+        nonlocal told
+        told += capsys.readouterr().out
+        return "drained: no decode is left, the router answers 503" in told
+
+    await until(said)
+    assert not watching.done()
+    stop.set()
+    assert await watching == 0
+    for child in (*others, drained):
+        await child.end(5)
+
+
+async def test_a_second_ctrl_c_is_a_second_signal_to_a_child_that_had_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import signal, sys\n"
+        "got = set()\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, lambda number, frame: got.add(number))\n"
+        "print('here')\n"
+        "while len(got) < 2: signal.sigtimedwait([], 0.01)\n"
+        "print('cut')\n"
+    )
+    child = await Child.start("decode 0", python(code))
+    await until(lambda: "here" in capsys.readouterr().out)
+    child.cut()
+    assert await child.wait() == 0
+    await child.end(5)
+    child.cut()
 
 
 @pytest.mark.parametrize("dead", ["router", "prefill 0", "decode 0"])

@@ -264,6 +264,7 @@ def test_a_frozen_peer_that_comes_back_and_drains_frees_them() -> None:
     world.pump()
     assert world.d.sent(Abort) != []
     assert world.p.sent(Drained) != []
+    assert "the proof came, 3 quarantined pages are free again" in world.d.last(Alarm).text
     assert world.idle()
 
 

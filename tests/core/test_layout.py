@@ -16,6 +16,7 @@ from pdplane.core.layout import (
     PROTOCOL_VERSION,
     LayoutGroup,
     Stamp,
+    misfit,
     mismatch,
     pages_for,
     too_old,
@@ -280,3 +281,37 @@ def test_protocol_1_cannot_serve_a_side_that_is_split_and_the_refusal_says_so(sh
 @pytest.mark.parametrize("shape", [Shape(), Shape(dp=4)])
 def test_data_parallel_groups_are_instances_of_their_own_and_no_matter_to_protocol_1(shape: Shape) -> None:
     assert too_old(1, shape) is None
+
+
+# --- the whole rule -------------------------------------------------------------------------------------------------
+
+SPLIT = "start it with one context and one pipeline parallel rank"
+
+
+def test_groups_of_any_data_and_tensor_parallel_shapes_fit() -> None:
+    assert misfit(STAMP, Shape(dp=2, tp=4), STAMP, Shape(dp=4, tp=2), PROTOCOL_VERSION) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "spoken", "said"),
+    [
+        (Shape(), Shape(tp=2), 1, "protocol 1, which knows no parts of pages"),
+        (Shape(tp=2), Shape(), 1, "protocol 1, which knows no parts of pages"),
+        (Shape(cp=2), Shape(), 2, f"prefill has {Shape(cp=2)}"),
+        (Shape(pp=2), Shape(), 2, f"prefill has {Shape(pp=2)}"),
+        (Shape(), Shape(cp=2), 2, f"decode has {Shape(cp=2)}"),
+        (Shape(), Shape(pp=2), 2, f"decode has {Shape(pp=2)}"),
+    ],
+)
+def test_shapes_that_no_session_can_serve_do_not_fit(prefill: Shape, decode: Shape, spoken: int, said: str) -> None:
+    cause = misfit(STAMP, prefill, STAMP, decode, spoken)
+    assert cause is not None
+    assert (cause.code, cause.status) == ("incompatible", 503)
+    assert said in cause.message
+    assert spoken == 1 or SPLIT in cause.message
+
+
+@given(st.sampled_from(sorted(OTHER)), st.integers(1, 2), st.integers(1, 2))
+def test_what_stamps_say_comes_before_what_shapes_say(field: str, spoken: int, cp: int) -> None:
+    theirs = changed(**{field: OTHER[field][0]})
+    assert misfit(STAMP, Shape(cp=cp), theirs, Shape(), spoken) == mismatch(STAMP, theirs)

@@ -87,6 +87,28 @@ async def test_parts_of_pages_need_a_protocol_that_knows_them() -> None:
         await until(lambda: it.router.pairing.ready)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("axis", ["cp", "pp"])
+async def test_ranks_that_no_session_would_serve_are_no_pair_at_the_router_either(side: str, axis: str) -> None:
+    async with fleet(prefill=ok, decode=ok) as it:
+        for fake in (it.prefill, it.decode):
+            shape = {axis: 2} if fake.role == side else {}
+            await said(it, fake, stamp=STAMP, instance=f"{fake.role} 2", shape=shape)
+        await until(lambda: not it.router.pairing.ready)
+        answer = await it.post({})
+        assert (answer.status, answer.error["code"]) == (503, "no_ready_pair")
+        assert f"{side} has dp 1" in answer.error["message"]
+        assert "one pipeline parallel rank" in answer.error["message"]
+        assert not (it.prefill.seen or it.decode.seen)
+
+
+async def test_native_engines_of_any_shape_are_let_pair() -> None:
+    async with fleet(prefill=ok, decode=ok) as it:
+        await said(it, it.prefill, instance="p2", pp_size=2)
+        assert it.router.pairing.prefills[0].shape.pp == 2
+        assert (await it.post({})).status == 200
+
+
 async def test_a_process_that_goes_is_looked_at_when_its_idle_connections_close() -> None:
     async with fleet(prefill=ok, decode=ok, health_interval_s=60.0) as it:
         await said(it, it.decode)
@@ -148,7 +170,10 @@ async def test_workers_without_a_transport_in_common_are_no_pair() -> None:
         await until(lambda: not it.router.pairing.ready)
         answer = await it.post({})
         assert answer.status == 503
-        assert "transport differs: prefill has shm, tcp, decode has shm_push" in answer.error["message"]
+        assert (
+            "no transport in common: prefill has shm, tcp, decode offers shm_push; give both --transport tcp"
+            in answer.error["message"]
+        )
         await said(it, it.decode, stamp=STAMP, instance="d2", transports=["shm_push", "tcp"])
         await until(lambda: it.router.pairing.ready)
         assert (await it.post({})).status == 200

@@ -16,6 +16,7 @@ from pdplane.router.health import take
 from pdplane.router.legs import rooms as dialect
 from pdplane.router.ranks import RankLoads
 from pdplane.router.worker import Worker
+from pdplane.wire.registry import MAX_RANKS
 
 from .router_fakes import Fleet, fleet, ok, refuse, until
 
@@ -200,6 +201,7 @@ async def test_every_exit_path_gives_its_rank_back() -> None:
         ({"dp_size": None}, 1, False),
         ({"dp_size": 1, "load_balance_method": "round_robin"}, 1, False),
         ({"shape": {"dp": 3, "later": 9}, "dp_size": 1}, 3, False),
+        ({"shape": None, "dp_size": 1_000_000}, MAX_RANKS, False),
     ],
 )
 def test_sizes_are_read_by_our_names_or_the_fields(info: dict[str, Any], dp: int, pinned: bool) -> None:
@@ -222,7 +224,10 @@ def test_a_shape_that_is_none_puts_the_worker_out(shape: object) -> None:
 async def test_the_policy_of_our_prefill_rides_on_both_legs(body: dict[str, Any]) -> None:
     async with fleet(prefill=ok, decode=ok) as it:
         for one in (it.prefill, it.decode):
-            one.info = {"stamp": {**STAMP, "policy": "prefill_complete"}, "policy": "prefill_complete"}
+            one.info = {
+                "stamp": {**STAMP, "policy": "prefill_complete"},
+                "decode_allocation_policy": "prefill_complete",
+            }
         await until(lambda: bool(it.router.pairing.prefills[0].policy and it.router.pairing.decodes[0].policy))
         assert (await it.post(body)).status == 200
         for one in (it.prefill, it.decode):
@@ -231,7 +236,7 @@ async def test_the_policy_of_our_prefill_rides_on_both_legs(body: dict[str, Any]
 
 async def test_a_native_prefill_is_told_no_policy() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 2, policy="fcfs")
+        await sized(it, 2, policy="fcfs", decode_allocation_policy="early")
         assert (await it.post({})).status == 200
         assert "decode_allocation_policy" not in it.prefill.seen[0].body
 

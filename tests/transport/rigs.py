@@ -16,9 +16,11 @@ from pdplane.core.slices import Slice, shard_bytes, slice_between, whole_page
 from pdplane.transport.checksum import Verifier
 from pdplane.transport.contract import LandedCallback, Landing, Mover, Pair, QuietCallback, WroteCallback
 from pdplane.transport.faulty import ALL, FaultyLanding, FaultyMover, LandingFaults, MoverFaults
+from pdplane.transport.landing import PageLanding
 from pdplane.transport.memory import MemoryFabric
+from pdplane.transport.mover import PageMover
 from pdplane.transport.pool import PagePool
-from pdplane.transport.shm_landing import ShmLanding
+from pdplane.transport.shm_landing import LocalLanding, ShmLanding
 from pdplane.transport.shm_mover import ShmMover
 from pdplane.transport.shm_push_landing import ShmPushLanding
 from pdplane.transport.shm_push_mover import ShmPushMover
@@ -115,41 +117,34 @@ class MemoryWithoutFence(Memory):
     fenced = False
 
 
-class Tcp(Fabric):
+class OnThreads(Fabric):
+    """A kind with threads and sockets of its own."""
+
+    ends: tuple[type[PageMover], type[TcpLanding] | type[LocalLanding]]
+
+    def landing(
+        self, where: Seat, pool: PagePool, on_landed: LandedCallback, on_quiet: QuietCallback, verifier: Verifier | None
+    ) -> PageLanding:
+        return self.ends[1](where, pool, on_landed, on_quiet, verifier=verifier)
+
+    def mover(self, where: Seat, pool: PagePool, on_wrote: WroteCallback, checksum: bool) -> Mover:
+        return self.ends[0](where, pool, on_wrote, checksum=checksum)
+
+
+class Tcp(OnThreads):
     name = "tcp"
-
-    def landing(
-        self, where: Seat, pool: PagePool, on_landed: LandedCallback, on_quiet: QuietCallback, verifier: Verifier | None
-    ) -> TcpLanding:
-        return TcpLanding(where, pool, on_landed, on_quiet, verifier=verifier)
-
-    def mover(self, where: Seat, pool: PagePool, on_wrote: WroteCallback, checksum: bool) -> Mover:
-        return TcpMover(where, pool, on_wrote, checksum=checksum)
+    ends = TcpMover, TcpLanding
 
 
-class Shm(Fabric):
+class Shm(OnThreads):
     name = "shm"
-
-    def landing(
-        self, where: Seat, pool: PagePool, on_landed: LandedCallback, on_quiet: QuietCallback, verifier: Verifier | None
-    ) -> ShmLanding:
-        return ShmLanding(where, pool, on_landed, on_quiet, verifier=verifier)
-
-    def mover(self, where: Seat, pool: PagePool, on_wrote: WroteCallback, checksum: bool) -> Mover:
-        return ShmMover(where, pool, on_wrote, checksum=checksum)
+    ends = ShmMover, ShmLanding
 
 
-class ShmPush(Fabric):
+class ShmPush(OnThreads):
     name = "shm_push"
     fenced = False
-
-    def landing(
-        self, where: Seat, pool: PagePool, on_landed: LandedCallback, on_quiet: QuietCallback, verifier: Verifier | None
-    ) -> ShmPushLanding:
-        return ShmPushLanding(where, pool, on_landed, on_quiet, verifier=verifier)
-
-    def mover(self, where: Seat, pool: PagePool, on_wrote: WroteCallback, checksum: bool) -> Mover:
-        return ShmPushMover(where, pool, on_wrote, checksum=checksum)
+    ends = ShmPushMover, ShmPushLanding
 
 
 class Faulty(Fabric):

@@ -11,6 +11,7 @@ import pytest
 
 from pdplane.core.ids import GrantNo, MoveNo, PageId
 from pdplane.core.layout import LayoutGroup
+from pdplane.transport.contract import PAGES_PER_FRAME, Pairs
 from pdplane.transport.faulty import LandingFaults, Picks
 
 from .rigs import (
@@ -161,6 +162,15 @@ def test_a_wrong_token_moves_nothing(rig: Rig) -> None:
     rig.connect()
     rig.move(2, 1, [(0, 8)])
     assert rig.told.end_of(2) == ""
+
+
+def test_a_batch_may_be_given_as_two_lists_of_pages(rig: Rig) -> None:
+    count = 2 * PAGES_PER_FRAME + 3
+    rig.arm(1, range(count))
+    src, dst = [PageId(count - page) for page in range(count)], [PageId(page) for page in range(count)]
+    rig.mover.move(MoveNo(1), GrantNo(1), D, Pairs(src, dst))
+    assert rig.told.end_of(1) == ""
+    assert all(rig.has(page, src=count - page) for page in range(count))
 
 
 def test_arming_a_page_outside_the_pool_is_refused(rig: Rig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from pdplane.core.ids import GrantNo, PageId
 from pdplane.core.slices import Slice, Span, whole_page
 from pdplane.transport.landing_table import Claim, LandingTable, Verdict
@@ -130,6 +132,45 @@ def test_a_callback_that_fails_does_not_lose_the_quiet() -> None:
     assert not table.revoke(G)
     table.leave(running)
     assert quiet == [G]
+
+
+def test_pages_are_granted_in_any_order_and_claimed_in_any_other() -> None:
+    desk = Desk()
+    desk.table.arm(GrantNo(2), P, pages(9, 3, 14, 0, 9), WHOLE)
+    for wanted, refusal in (
+        ((14, 9), None),
+        ((9,), Verdict.REPEATED),
+        ((3, 3), Verdict.REPEATED),
+        ((0, 4), Verdict.NOT_GRANTED),
+        ((0, 15), Verdict.NOT_GRANTED),
+        ((-1,), Verdict.NOT_GRANTED),
+        ((2**32,), Verdict.NOT_GRANTED),
+        ((3, 0), None),
+    ):
+        claim = desk.table.claim(GrantNo(2), P, pages(*wanted))
+        assert isinstance(claim, Claim) if refusal is None else claim is refusal, wanted
+
+
+def test_a_frame_that_is_refused_takes_none_of_its_pages() -> None:
+    desk = Desk()
+    desk.claim(1)
+    assert desk.table.claim(G, P, pages(0, 1)) is Verdict.REPEATED
+    assert desk.table.claim(G, P, pages(2), 63) is Verdict.MISFIT
+    desk.claim(0, 2)
+
+
+def test_nothing_can_be_claimed_of_a_grant_without_pages() -> None:
+    desk = Desk()
+    desk.table.arm(GrantNo(2), P, [], WHOLE)
+    assert desk.table.claim(GrantNo(2), P, pages(0)) is Verdict.NOT_GRANTED
+
+
+@pytest.mark.parametrize("page", [-1, 16, 2**32])
+def test_a_page_outside_the_pool_is_not_armed(page: int) -> None:
+    desk = Desk()
+    with pytest.raises(IndexError, match=f"page {page} is outside the pool of 16 pages"):
+        desk.table.arm(GrantNo(2), P, pages(0, page, 1), WHOLE)
+    assert desk.table.claim(GrantNo(2), P, pages(0)) is Verdict.UNKNOWN_GRANT
 
 
 # --- several peers -----------------------------------------------------------------------------------------------

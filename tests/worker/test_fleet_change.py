@@ -200,6 +200,33 @@ async def test_a_grace_shorter_than_the_streams_ends_them_with_an_explicit_error
         assert any("1 requests cut" in line for line in said)
 
 
+async def test_an_operators_drain_has_the_same_bound() -> None:
+    async with served("aggregated", shutdown_s=0.05) as (engine, url, said, run):
+        engine.allow = 2
+        talk = Talk(url, STREAM)
+        await until(lambda: engine.allow == 0)
+        async with client(url) as http:
+            assert (await http.post("/drain", json={"reason": "new kernel"})).json()["live"] == 1
+        assert "worker_stopping" in (await talk.answer()).text
+        await run
+        assert any("draining (new kernel), 1 requests may finish within 0.05 s" in line for line in said)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_cuts_at_once_with_an_explicit_error_event(second: signal.Signals) -> None:
+    async with served("aggregated", shutdown_s=3600.0) as (engine, url, said, run):
+        engine.allow = 2
+        talk = Talk(url, STREAM)
+        await until(lambda: engine.allow == 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: any("a second signal cuts them" in line for line in said))
+        assert not talk.answered
+        os.kill(os.getpid(), second)
+        assert "worker_stopping" in (await talk.answer()).text
+        await run
+        assert any("1 requests cut" in line for line in said)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_new_work_goes_elsewhere_while_a_worker_drains_and_nobody_sees_a_5xx(side: str) -> None:
     async with fleet(2, 2, whole=True, both={"dp": 2}) as it:

@@ -197,10 +197,14 @@ async def test_a_session_that_comes_up_is_refused_no_more() -> None:
 
 
 async def test_a_decode_with_another_secret_is_refused_and_serves_nobody() -> None:
-    async with fleet(prefill={"secret": "a"}, decode={"secret": "b"}, router={"retries": 0}) as it:
+    async with fleet(prefill={"secret": "one"}, decode={"secret": "two"}, router={"retries": 0}) as it:
         answer = await it.post(COMPLETIONS, BODY)
-        assert answer.json()["error"]["code"] == "unauthorized"
-        assert "secret" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (503, "unauthorized", "server_error")
+        assert "start both with the same --secret" in error["message"]
+        for one, other in ((it.prefill, it.decode), (it.decode, it.prefill)):
+            [told] = (await one.get("/server_info")).json()["refused_sessions"]
+            assert (told["peer"], told["code"]) == (other.shell.instance, "unauthorized")
         await it.at_rest()
 
 

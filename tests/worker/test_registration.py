@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
@@ -37,11 +36,20 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def entry(url: str = "", said: list[str] | None = None, **more: Any) -> AsyncIterator[Registered]:
-    config = WorkerConfig(role="prefill", bootstrap_port=0, registry=url)
-    facts = {"instance": "p-1", "page_size": 16, "kv_dtype": "float32", "control_ports": PORTS, "shape": SHAPE}
-    facts["waits_for"] = (said if said is not None else []).append
-    async with registered(config, **{**facts, **more}) as entry:
+async def entry(
+    url: str = "", said: list[str] | None = None, *, instance: str = "p-1", token: str = "", **settings: str
+) -> AsyncIterator[Registered]:
+    sizes = {"dp": SHAPE.dp, "tp": SHAPE.tp}
+    given = {"registry": url, "registry_token": token, **settings}
+    config = WorkerConfig(role="prefill", bootstrap_port=0, **sizes, **given)
+    async with registered(
+        config,
+        instance=instance,
+        page_size=16,
+        kv_dtype="float32",
+        control_ports=PORTS,
+        waits_for=(said if said is not None else []).append,
+    ) as entry:
         yield entry
 
 
@@ -76,7 +84,7 @@ async def test_nobody_else_registers_at_an_embedded_registry() -> None:
 
 async def test_what_the_group_is_like_is_registered_with_it() -> None:
     async with (
-        entry(policy="prefill_complete", load_balance_method="total_requests") as it,
+        entry(decode_allocation_policy="prefill_complete", load_balance_method="total_requests") as it,
         RegistryClient(f"http://127.0.0.1:{it.bootstrap_port}") as client,
     ):
         info = await client.server_info()
@@ -128,8 +136,8 @@ async def test_a_prefill_that_was_replaced_says_so() -> None:
 async def test_a_taken_registry_port_is_named_with_its_setting() -> None:
     async with entry() as it:
         config = WorkerConfig(role="prefill", bootstrap_port=it.bootstrap_port)
-        with pytest.raises(BadSetting, match="--bootstrap-port"):
-            async with registered(config, instance="p", page_size=16, kv_dtype="f", control_ports=PORTS, shape=SHAPE):
+        with pytest.raises(BadSetting, match="choose another --bootstrap-port, or 0"):
+            async with registered(config, instance="p", page_size=16, kv_dtype="f", control_ports=PORTS):
                 pass
 
 

@@ -65,6 +65,12 @@ class Child:
                 await self._process.wait()
         await self._reading
 
+    def cut(self) -> None:
+        """A second signal, whether there was a first one or not: it does not wait for what runs."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
     def kill(self) -> None:
         """At once; `end` still has to be awaited."""
         with contextlib.suppress(ProcessLookupError):

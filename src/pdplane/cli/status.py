@@ -82,7 +82,8 @@ def _seen_by_router(worker: dict[str, Any]) -> list[str]:
 def _said_by_itself(worker: dict[str, Any]) -> list[str]:
     """Only ours say most of it; another engine's /server_info says less, and is not asked for more."""
     told, lines = worker["server_info"] or {}, []
-    traits = [*_shape(told.get("shape") or {}), *_words("policy", told), *_words("transports", told)]
+    policy, transports = (told.get(name) for name in ("decode_allocation_policy", "transports"))
+    traits = [*_shape(told.get("shape") or {}), *_words("policy", policy), *_words("transports", transports)]
     if "instance" in told:
         lines.append(", ".join([f"instance {told['instance']}", str(told.get("model", "")), *traits]))
     figures = told.get("figures") or {}
@@ -101,8 +102,7 @@ def _shape(shape: dict[str, int]) -> list[str]:
     return [", ".join(shown)] if shown else []
 
 
-def _words(name: str, told: dict[str, Any]) -> list[str]:
-    value = told.get(name) or (told.get("decode_allocation_policy") if name == "policy" else None)
+def _words(name: str, value: object) -> list[str]:
     if not value:
         return []
     return [f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -22,13 +23,15 @@ from pdplane import settings
 from pdplane.router.config import RouterConfig
 from pdplane.settings import BadSetting, flag_of, setting
 from pdplane.wire.address import url_of
-from pdplane.worker.config import EMBEDDED, FOLLOW_ROOM, POLICIES, TOTAL_REQUESTS, TRANSPORTS, WorkerConfig
+from pdplane.wire.registry import FOLLOW_ROOM
+from pdplane.worker.config import EMBEDDED, POLICIES, TOTAL_REQUESTS, TRANSPORTS, WorkerConfig
 
 from .child import Child
 from .http import API_KEY
 
 START_LIMIT_S = 170.0
-STOP_LIMIT_S = 15.0
+STOP_GRACE_S = 5.0
+"""For a child to end after its own limit; then it is killed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,7 @@ class UpConfig:
     batch_invariant: bool = setting(False, "bit-equal logits whoever shares a step; slower at small batches")
     policy: str = setting("least-load", "how the router picks workers", choices=("least-load", "round-robin"))
     request_timeout_s: float = setting(300.0, "deadline of a request")
+    shutdown_s: float = setting(10.0, "on Ctrl-C or a drain: how long requests may finish; Ctrl-C again cuts them")
     api_key: str = setting("", "the key that clients of the router must present; none: open", secret=True)
     log_level: str = setting("warning", "what is logged", choices=("debug", "info", "warning", "error"))
 
@@ -158,7 +162,7 @@ def _worker(config: UpConfig, role: str, index: int, port: int) -> Part:
         *("worker", "--role", role, "--port", str(port), "--pool-mb", str(config.pool_mb)),
         *("--page-size", str(config.page_size)),
         *("--max-running", str(config.max_running), "--request-timeout-s", str(config.request_timeout_s)),
-        *("--log-level", config.log_level),
+        *("--shutdown-s", str(config.shutdown_s), "--log-level", config.log_level),
     ]
     if config.model != EMBEDDED:
         arguments += ["--model", config.model]
@@ -170,7 +174,8 @@ def _worker(config: UpConfig, role: str, index: int, port: int) -> Part:
 def _router(config: UpConfig) -> Part:
     arguments = [
         *("router", "--host", config.host, "--port", str(config.port), "--policy", config.policy),
-        *("--request-timeout-s", str(config.request_timeout_s), "--log-level", config.log_level),
+        *("--request-timeout-s", str(config.request_timeout_s), "--stop-grace-s", str(config.shutdown_s)),
+        *("--log-level", config.log_level),
     ]
     for i in range(config.prefill):
         arguments += ["--prefill", f"http://127.0.0.1:{config.prefill_port + i}@{config.bootstrap_port + i}"]
@@ -226,14 +231,15 @@ def _check_ports(config: UpConfig, parts: Iterable[Part]) -> None:
 async def _supervise(config: UpConfig, parts: list[Part]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with _children(parts) as children:
+    async with _children(parts, config.shutdown_s + STOP_GRACE_S) as children:
+        signals = itertools.count()
 
         def on_signal() -> None:
-            """The first one asks, a second one does not wait."""
-            if stop.is_set():
-                for child in children:
-                    child.kill()
+            """The first one asks, a second one does not wait for answers, a third one for nothing."""
+            count = next(signals)
             stop.set()
+            for child in children if count else ():
+                child.cut() if count == 1 else child.kill()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
@@ -247,8 +253,8 @@ async def _supervise(config: UpConfig, parts: list[Part]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _children(parts: list[Part]) -> AsyncIterator[list[Child]]:
-    """Started in order, ended in the reverse order: the door closes first."""
+async def _children(parts: list[Part], limit_s: float) -> AsyncIterator[list[Child]]:
+    """Started in order, ended in the reverse order, each within the limit: the door closes first."""
     children: list[Child] = []
     try:
         for part in parts:
@@ -258,8 +264,8 @@ async def _children(parts: list[Part]) -> AsyncIterator[list[Child]]:
         yield children
     finally:
         if children:
-            await children[-1].end(STOP_LIMIT_S)
-            await asyncio.gather(*(child.end(STOP_LIMIT_S) for child in children[:-1]))
+            await children[-1].end(limit_s)
+            await asyncio.gather(*(child.end(limit_s) for child in children[:-1]))
 
 
 async def _until_ready(config: UpConfig, children: list[Child], stop: asyncio.Event) -> bool:
@@ -297,19 +303,18 @@ async def _ready(http: httpx.AsyncClient, url: str) -> tuple[bool, str]:
 
 
 async def _watch(children: list[Child], stop: asyncio.Event) -> int:
-    """Until a stop, or until what is left cannot serve. A child that ends is reported with its last lines; the rest
-    serves on. One that was drained ends well."""
+    """Until a stop, or until a child has died and what is left cannot serve. A child that ends is reported with its
+    last lines; the rest serves on. One that was drained ends well: then the router alone has to live."""
     stopped = asyncio.create_task(stop.wait())
     waits = {asyncio.create_task(child.wait()): child for child in children}
     failed = False
     while waits and not stop.is_set():
         done, _ = await asyncio.wait({stopped, *waits}, return_when=asyncio.FIRST_COMPLETED)
-        ended = done - {stopped}
-        for task in ended:
-            child = waits.pop(task)
-            failed = failed or task.result() != 0
+        ended = {waits.pop(task): task.result() for task in done - {stopped}}
+        for child, code in ended.items():
+            failed = failed or code != 0
             print(child.obituary(), file=sys.stderr, flush=True)
-        if ended and not _can_serve(children):
+        if ended and not _goes_on(children, well=not any(ended.values())):
             print("what is left cannot serve", file=sys.stderr, flush=True)
             break
     for task in (stopped, *waits):
@@ -317,10 +322,17 @@ async def _watch(children: list[Child], stop: asyncio.Event) -> int:
     return 0 if stop.is_set() and not failed else 1
 
 
-def _can_serve(children: list[Child]) -> bool:
-    """The router and a whole pair, or an aggregated worker, are alive."""
+def _goes_on(children: list[Child], *, well: bool) -> bool:
+    """Whether the rest is worth running. `well`: whoever has ended now was drained, so somebody means to start it
+    again; until then the router says 503 and why."""
     alive = {child.name.split()[0] for child in children if not child.ended}
-    return "router" in alive and ({"prefill", "decode"} <= alive or "aggregated" in alive)
+    if "router" not in alive:
+        return False
+    serves = {"prefill", "decode"} <= alive or "aggregated" in alive
+    if well and not serves:
+        kinds = " and no ".join(kind for kind in ("prefill", "decode") if kind not in alive)
+        print(f"drained: no {kinds} is left, the router answers 503 until one is started again", flush=True)
+    return serves or well
 
 
 def _welcome(config: UpConfig) -> str:

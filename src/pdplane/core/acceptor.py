@@ -11,7 +11,7 @@ from .effects import CloseConn, Effect, SendFrame, SessionRefused
 from .errors import Cause
 from .frames import Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from .ids import ConnId, Instance, Link, Rank, Seat
-from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old, unrunnable
+from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, misfit
 from .session import NO_CONN, Gone, Identity, Notice, SessionTimes, Up, no_slice, no_transport
 from .slices import slice_between
 
@@ -141,7 +141,8 @@ class Acceptor:
 
     def _unfit(self, guest: Guest, hello: Hello) -> Cause | None:
         if not hmac.compare_digest(hello.secret.encode(), self._me.secret.encode()):
-            return Cause("unauthorized", "the session's shared secret is not ours; give both sides the same", 401)
+            text = "the shared secret of prefill and decode differs; start both with the same --secret"
+            return Cause("unauthorized", text, 503)  # not the client's key: no 401
         if hello.dst not in ("", self._me.instance):
             return self._wrong_instance(hello.dst)
         if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL_VERSION:
@@ -150,8 +151,7 @@ class Acceptor:
         if guest.hello and (guest.hello.src, guest.hello.rank) != (hello.src, hello.rank):
             return Cause("rebound", f"this session is {guest.hello.src}'s, rank {guest.hello.rank}", 400)
         spoken = min(hello.protocol_max, PROTOCOL_VERSION)
-        unfit = mismatch(self._me.stamp, hello.stamp) or too_old(spoken, self._me.shape)
-        return unfit or too_old(spoken, hello.shape) or unrunnable(hello.shape, "decode")
+        return misfit(self._me.stamp, self._me.shape, hello.stamp, hello.shape, spoken)
 
     def _agree(self, guest: Guest, hello: Hello) -> Up | Cause:
         """By which transport, and which part of each page. Ours is the order of preference."""

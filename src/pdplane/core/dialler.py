@@ -10,7 +10,7 @@ from .errors import Cause, unavailable
 from .events import ControlEndpoint
 from .frames import Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from .ids import ConnId, Instance, Link, Rank, Seat
-from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, mismatch, too_old, unrunnable
+from .layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, misfit
 from .session import NO_CONN, Gone, Identity, Notice, SessionTimes, TurnedAway, Up, no_slice, no_transport
 from .slices import slice_between
 
@@ -156,8 +156,7 @@ class Dialler:
 
     def _agree(self, welcome: Welcome, seat: Seat) -> Up | Cause:
         me = self._me
-        unfit = mismatch(welcome.stamp, me.stamp) or too_old(welcome.protocol, me.shape)
-        if unfit := unfit or too_old(welcome.protocol, welcome.shape) or unrunnable(welcome.shape, "prefill"):
+        if unfit := misfit(welcome.stamp, welcome.shape, me.stamp, me.shape, welcome.protocol):
             return unfit
         endpoint = next((data for data in me.data[self.here.tp] if data.kind == welcome.data_kind), None)
         if endpoint is None:

@@ -79,6 +79,18 @@ def mismatch(prefill: Stamp, decode: Stamp) -> Cause | None:
     return _groups_differ(prefill, decode)
 
 
+def misfit(prefill: Stamp, prefill_shape: Shape, decode: Stamp, decode_shape: Shape, spoken: int) -> Cause | None:
+    """Why a prefill and a decode group may not pair over sessions of protocol `spoken`; None where they may. The whole
+    rule, as both ends of a session and the router ask it; by which transport is apart from it."""
+    return (
+        mismatch(prefill, decode)
+        or too_old(spoken, prefill_shape)
+        or too_old(spoken, decode_shape)
+        or unrunnable(prefill_shape, "prefill")
+        or unrunnable(decode_shape, "decode")
+    )
+
+
 def too_old(protocol: int, shape: Shape) -> Cause | None:
     """Why a session that speaks `protocol` cannot serve a side of this shape: protocol 1 takes every page as whole."""
     if protocol >= 2 or shape.tp == shape.cp == shape.pp == 1:

@@ -230,6 +230,8 @@ class Receiver:
             case RA.ANSWER_ROW:
                 assert self.row is not None
                 self._node.out.append(AnswerRow(self.rid, self.row))
+            case RA.PROVEN:
+                self._node.alarm(f"room {self.room}: the proof came, {len(self.pages)} quarantined pages are free again")
             case RA.UNPROVEN:
                 self._node.alarm(f"room {self.room}: {len(self.pages)} pages released by an operator, unproven")
             case _:

@@ -329,6 +329,8 @@ class Sender:
         else:
             self._node.ledger.free(self.own, self._owner)
         self._desk.release(self)
+        if self.quarantined:
+            self._node.alarm(f"room {self.room}: {len(self.own)} quarantined pages at prefill are free again")
         self._node.note(self.leg.rid, self.room, "freed", f"{len(self.pages)} pages")
         self.pages, self.shared = (), 0
 

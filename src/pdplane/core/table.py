@@ -84,6 +84,7 @@ class RA(StrEnum):
     ANSWER = "answer the client with the first cause"
     ANSWER_ROW = "answer the client with the row"
     TOMBSTONE = "leave a tombstone"
+    PROVEN = "the alarm's end: the proof has come"
     UNPROVEN = "log: freed without a proof"
 
 
@@ -129,7 +130,7 @@ RECEIVER: Mapping[tuple[R, RE], tuple[R, tuple[RA, ...]]] = {
     (R.QUARANTINE, RE.PEER_GONE): (R.QUARANTINE, ()),
     (R.QUARANTINE, RE.PEER_FAILED): (R.QUARANTINE, ()),
     (R.QUARANTINE, RE.CANCEL): (R.QUARANTINE, ()),
-    (R.QUARANTINE, RE.QUIET_ALL): (R.GONE, (RA.FREE, RA.TOMBSTONE)),
+    (R.QUARANTINE, RE.QUIET_ALL): (R.GONE, (RA.PROVEN, RA.FREE, RA.TOMBSTONE)),
     (R.QUARANTINE, RE.OPERATOR_RELEASE): (R.GONE, (RA.UNPROVEN, RA.FREE, RA.TOMBSTONE)),
 }
 

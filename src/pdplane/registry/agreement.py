@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdplane.core.ids import Rank
-from pdplane.wire.registry import PrefillRegistration
+from pdplane.wire.registry import MAX_RANKS, PrefillRegistration
 
 from .refused import RouteRefused
-
-MAX_RANKS = 65_536
 
 _COMMON = (
     "attn_tp_size",

@@ -78,9 +78,8 @@ class _Sampling(msgspec.Struct):
 class Body(msgspec.Struct, gc=False):
     """A request's body, ready for the router's fields. `samples` rooms are needed, in lists where there are several.
 
-    prompt_tokens is the length of the longest prompt where it came as token ids, else 0, and prompt_name where in the
-    body it is; `prefix` is all of the body
-    but its last brace, with a comma where one is needed.
+    `prompt_tokens` is the length of the longest prompt where it came as token ids, else 0, and `prompt_name` where in
+    the body it is; `prefix` is all of the body but its last brace, with a comma where one is needed.
     """
 
     prefix: bytes

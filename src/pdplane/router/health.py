@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from pdplane.core.ids import Shape
 from pdplane.core.layout import Stamp
+from pdplane.wire.registry import MAX_RANKS
 
 from .call import CallFailed, call
 from .config import RouterConfig
 from .pairing import Pairing
-from .worker import MAX_RANKS, UNSEEN, Limits, Sizes, Worker
+from .worker import UNSEEN, Limits, Worker
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ SOON_S = 0.5  # time between two looks at a worker that did not answer well
 BREATH_S = 0.05  # and between two looks whatever happens
 FOLLOWS_ROOM = frozenset({"", "auto", "follow_bootstrap_room"})
 """Of a prefill's dispatch, as it names it: room % dp is the rank. `auto` is resolved to that at a prefill."""
+
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 class ServerInfo(msgspec.Struct):
@@ -41,22 +46,21 @@ class ServerInfo(msgspec.Struct):
     bootstrap_port: int | None = None
     disaggregation_bootstrap_port: int | None = None
     instance: str = ""
-    shape: Sizes | None = None
+    shape: dict[str, Size] | None = None  # by axis
     dp_size: int | None = None
     tp_size: int | None = None
     pp_size: int | None = None
-    policy: str = ""
     decode_allocation_policy: str = ""
     load_balance_method: str | None = None
     transports: object = None
     draining: bool | str | None = None
 
-    def sizes(self) -> Sizes:
+    def group(self) -> Shape:
         """`shape`, or what the field's names say."""
         if self.shape is not None:
-            return self.shape
+            return Shape(**{axis: size for axis, size in self.shape.items() if axis in Shape.__struct_fields__})
         dp, tp, pp = (min(max(size or 1, 1), MAX_RANKS) for size in (self.dp_size, self.tp_size, self.pp_size))
-        return Sizes(dp=dp, tp=tp, pp=pp)
+        return Shape(dp=dp, tp=tp, pp=pp)
 
 
 class Health(msgspec.Struct):
@@ -124,7 +128,14 @@ class Watch:
 
     @staticmethod
     def _facts(worker: Worker) -> tuple[object, ...]:
-        return (bool(worker.reason), bool(worker.draining), worker.instance, worker.stamp, worker.shape)
+        return (
+            bool(worker.reason),
+            bool(worker.draining),
+            worker.instance,
+            worker.stamp,
+            worker.shape,
+            worker.transports,
+        )
 
     async def _look(self, worker: Worker) -> tuple[str, bool]:
         """(why it is out of service, certain): "" is in service. One timeout alone is not certain."""
@@ -162,8 +173,8 @@ def take(worker: Worker, body: bytes) -> str:
         worker.born_again()
     worker.instance, worker.stamp, worker.limits = info.instance, stamp, info.limits
     worker.model = info.model or info.served_model_name or (stamp.model if stamp else "")
-    worker.set_shape(info.sizes(), pins_ranks=(info.load_balance_method or "") not in FOLLOWS_ROOM)
-    worker.policy = info.policy or info.decode_allocation_policy if stamp is not None else ""
+    worker.set_shape(info.group(), pins_ranks=(info.load_balance_method or "") not in FOLLOWS_ROOM)
+    worker.policy = info.decode_allocation_policy if stamp is not None else ""
     worker.transports = info.transports
     worker.draining = worker.draining or _words(info.draining)
     given = worker.address.bootstrap_port

@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pdplane.core.errors import Cause, unavailable
-from pdplane.core.layout import mismatch, too_old
+from pdplane.core.frames import DataEndpoint
+from pdplane.core.layout import misfit
+from pdplane.core.session import no_transport
 
 from .policies import Policy
 from .worker import Worker
@@ -130,18 +132,12 @@ def clash(prefill: Worker, decode: Worker) -> Cause | None:
         silent = prefill if prefill.stamp is None else decode
         return Cause("incompatible", f"{silent.url} tells no layout stamp and the other one does", 503)
     spoken = min(prefill.stamp.protocol_max, decode.stamp.protocol_max)
-    return (
-        mismatch(prefill.stamp, decode.stamp)
-        or too_old(spoken, prefill.shape.of_core())
-        or too_old(spoken, decode.shape.of_core())
-        or _no_transport(prefill.transports, decode.transports)
-    )
+    unfit = misfit(prefill.stamp, prefill.shape, decode.stamp, decode.shape, spoken)
+    return unfit or _apart(prefill.transports, decode.transports)
 
 
-def _no_transport(prefill: object, decode: object) -> Cause | None:
+def _apart(prefill: object, decode: object) -> Cause | None:
     """Where both say by which kinds pages can move, one must be common. Whether they share a host is theirs to know."""
     if not isinstance(prefill, list) or not isinstance(decode, list) or any(kind in decode for kind in prefill):
         return None
-    ours, theirs = (", ".join(map(str, kinds)) or "none" for kinds in (prefill, decode))
-    text = f"transport differs: prefill has {ours}, decode has {theirs}"
-    return Cause("incompatible", f"{text}; give both a --transport in common", 503)
+    return no_transport(*([DataEndpoint(str(kind)) for kind in kinds] for kinds in (prefill, decode)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,6 @@ from .ranks import RankLoads
 if TYPE_CHECKING:
     from .upstream import Leg
 
-MAX_RANKS = 4096
 UNSEEN = "not looked at yet"
 
 
@@ -26,18 +25,6 @@ class Limits(msgspec.Struct):
 
     max_prompt_tokens: int = 0
     context_len: int = 0
-
-
-class Sizes(msgspec.Struct, frozen=True):
-    """Ranks along each axis."""
-
-    dp: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
-    tp: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
-    cp: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
-    pp: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
-
-    def of_core(self) -> Shape:
-        return Shape(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp)
 
 
 class Worker:
@@ -86,7 +73,7 @@ class Worker:
         self.instance = ""
         self.model = ""
         self.stamp: Stamp | None = None
-        self.shape = Sizes()
+        self.shape = Shape()
         self.policy = ""
         self.transports: object = None  # as it says it
         self.limits = Limits()
@@ -136,7 +123,7 @@ class Worker:
     def bootstrap_port(self) -> int | None:
         return msgspec.json.decode(b"{" + self.bootstrap + b"0}", type=_Bootstrap).bootstrap_port
 
-    def set_shape(self, shape: Sizes, *, pins_ranks: bool) -> None:
+    def set_shape(self, shape: Shape, *, pins_ranks: bool) -> None:
         """Counts of another size begin at zero; what runs gives back to those that it took from."""
         many = self.role == "prefill" and shape.dp > 1
         if not many:
@@ -218,7 +205,7 @@ class Worker:
             "failures": self.failures,
             "instance": self.instance,
             "model": self.model,
-            "shape": self.shape,
+            "shape": msgspec.structs.asdict(self.shape),
             "policy": self.policy,
             "transports": self.transports,
             "bootstrap_port": self.bootstrap_port() if self.role == "prefill" else None,

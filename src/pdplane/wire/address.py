@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
@@ -18,11 +19,23 @@ def dialable(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens on `host`, or is dialled there, never leaves this machine. A name but localhost may."""
+    """Whether what listens on `host`, is dialled there or comes from there never leaves this machine. A name but
+    localhost may. An IPv4 address may come mapped into IPv6."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def is_http_url(text: str) -> bool:
+    """Whether it is http or https, with a host and, if any, a port that is one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def url_of(host: str, port: int) -> str:

@@ -15,6 +15,8 @@ from pdplane.core.ids import Rank, Shape
 
 Policy = Literal["early", "prefill_complete"]
 FOLLOW_ROOM = "follow_bootstrap_room"
+MAX_RANKS = 4096  # of one group, and so along each of its axes
+MAX_ROOMS_PER_CALL = 4096
 
 T = TypeVar("T")
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdplane.core.ids import Shape
+from pdplane.core.ids import Rank, Shape
+from pdplane.core.layout import EARLY, PREFILL_COMPLETE
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
 from pdplane.settings import BadSetting, flag_of, setting
-from pdplane.wire.address import WILDCARDS, is_loopback
+from pdplane.wire.address import WILDCARDS, is_http_url, is_loopback
+from pdplane.wire.registry import FOLLOW_ROOM
 
 from .http.settings import HttpSettings
 
 EMBEDDED = "embedded"
 ROLES = ("prefill", "decode", "aggregated")
-POLICIES = ("early", "prefill_complete")
-FOLLOW_ROOM, TOTAL_REQUESTS = "follow_bootstrap_room", "total_requests"
+POLICIES = (EARLY, PREFILL_COMPLETE)
+TOTAL_REQUESTS = "total_requests"
 TRANSPORTS = ("shm", "shm_push", "tcp")
 MOST_DP = 8
+MAX_PORT = 65535
+TOMBSTONE_GRACE_S = 10.0
+"""A room is remembered for so much longer than any request of it can live."""
 TP_SIZES = (1, 2, 4)
 
 
@@ -48,7 +53,7 @@ class WorkerConfig(HttpSettings):
     )
     prefill_allow: tuple[str, ...] = setting((), "decode: prefill hosts that requests may name; default: any")
     decode_allocation_policy: str = setting(
-        "early",
+        EARLY,
         "when decode reserves pages: early, before prefill computes, or prefill_complete, after it; both sides alike",
         choices=POLICIES,
     )
@@ -74,7 +79,9 @@ class WorkerConfig(HttpSettings):
     beat_s: float = setting(2.0, "interval of beats on a control session")
     silent_s: float = setting(5.0, "silence after which a session counts as lost")
     grace_s: float = setting(2.0, "time in which a lost session may come back")
-    shutdown_s: float = setting(10.0, "on SIGTERM: how long running requests may finish")
+    shutdown_s: float = setting(
+        300.0, "on SIGTERM or a drain: how long running requests may finish before they are cut; a second signal cuts"
+    )
     secret: str = setting("", "shared secret of control and data connections", secret=True)
     allow_insecure: bool = setting(False, "leave loopback without --secret: whoever reaches the ports can pair")
     log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
@@ -90,6 +97,9 @@ class WorkerConfig(HttpSettings):
         for name in ("held_pages", "reserve_tokens"):
             self._check(name, least=0)
         self._check_shape()
+        self._check_ports()
+        self._check_tokens()
+        self._check_registry()
         self._check_transports()
         if self.silent_s <= self.beat_s:
             raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
@@ -112,6 +122,28 @@ class WorkerConfig(HttpSettings):
                 raise BadSetting(
                     f"--{name} {value}: workers here run no {what} parallel ranks; give --{name} 1, or leave it out"
                 )
+
+    def _check_ports(self) -> None:
+        """Ranks' ports count up from the given one."""
+        last = Rank(dp=self.dp - 1, tp=self.tp - 1)
+        for name in ("control_port", "data_port"):
+            base, highest = getattr(self, name), MAX_PORT + 1 - self.dp * self.tp
+            if self.rank_port(base, last) > MAX_PORT:
+                raise BadSetting(
+                    f"{flag_of(name)} {base}: {self.dp * self.tp} ranks count up from it, beyond port {MAX_PORT}; "
+                    f"give {highest} or less"
+                )
+
+    def _check_tokens(self) -> None:
+        """They go into headers, whose bytes are ASCII. The values are never shown."""
+        for name in ("secret", "registry_token", "admin_key"):
+            value = getattr(self, name)
+            if not (value.isascii() and value.isprintable()):
+                raise BadSetting(f"{flag_of(name)} has characters beyond printable ASCII; give letters, digits, signs")
+
+    def _check_registry(self) -> None:
+        if self.registry and not is_http_url(self.registry):
+            raise BadSetting(f"--registry {self.registry} is no URL of a registry; give one like http://10.0.0.1:8998")
 
     def _check_transports(self) -> None:
         unknown = [kind for kind in self.transports if kind not in TRANSPORTS]
@@ -138,6 +170,10 @@ class WorkerConfig(HttpSettings):
     def shape(self) -> Shape:
         return Shape(dp=self.dp, tp=self.tp)
 
+    def rank_port(self, base: int, rank: Rank) -> int:
+        """Where this rank listens, counted up from the first one's; any free port (0) where `base` is 0."""
+        return base and base + rank.dp * self.tp + rank.tp
+
     @property
     def transports(self) -> tuple[str, ...]:
         """By preference, each once."""
@@ -157,6 +193,6 @@ class WorkerConfig(HttpSettings):
             held_pages=self.held_pages,
             prefix_cache=self.prefix_cache,
             reserve_tokens=self.reserve_tokens,
-            tombstone_s=self.request_timeout_s + 10,
+            tombstone_s=self.request_timeout_s + TOMBSTONE_GRACE_S,
             session=SessionTimes(beat_s=self.beat_s, silent_s=self.silent_s, grace_s=self.grace_s),
         )

@@ -74,7 +74,7 @@ def make_landing(
 def _tcp_landing(
     config: WorkerConfig, seat: Seat, pool: PagePool, landed: LandedCallback, quiet: QuietCallback
 ) -> Landing:
-    port = config.data_port and config.data_port + seat.rank.dp * config.tp + seat.rank.tp
+    port = config.rank_port(config.data_port, seat.rank)
     try:
         return TcpLanding(seat, pool, landed, quiet, host=config.host, port=port, advertise_host=config.peer_host)
     except (OSError, OverflowError) as error:

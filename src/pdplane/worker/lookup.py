@@ -22,12 +22,10 @@ from pdplane.registry.client import (
     RegistryUnavailable,
 )
 from pdplane.registry.clients import Clients
-from pdplane.wire.registry import PrefillServerInfo, RegistryStatus
+from pdplane.wire.registry import MAX_RANKS, MAX_ROOMS_PER_CALL, PrefillServerInfo, RegistryStatus
 
 LOOKUP_TIMEOUT_S = 3.0
-MAX_ROOMS_PER_CALL = 4096
 MAX_CONCURRENT_GETS = 8
-MAX_RANKS = 4096
 MAX_NAMED = 8
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import cast
 
-from pdplane.core.ids import Rank, Room, Shape
+from pdplane.core.ids import Rank, Room
 from pdplane.core.topology import ranks_of
 from pdplane.registry.client import (
     NotOurRegistry,
@@ -23,7 +23,7 @@ from pdplane.registry.client import (
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.settings import BadSetting
 from pdplane.wire.address import dialable, url_of
-from pdplane.wire.registry import FOLLOW_ROOM, Policy, PrefillRegistration, registration_of
+from pdplane.wire.registry import MAX_ROOMS_PER_CALL, Policy, PrefillRegistration, registration_of
 
 from .background import task
 from .config import WorkerConfig
@@ -37,7 +37,6 @@ calls are lost twice in a row (each costs a round and the client's 5 s) while it
 seconds; a dead one is known by its sessions long before."""
 RETRY_S = 0.2
 ROOM_PATIENCE_S = 60.0
-MAX_ROOMS_PER_CALL = 4096
 MAX_CONCURRENT_POSTS = 8
 
 
@@ -49,33 +48,29 @@ async def registered(
     page_size: int,
     kv_dtype: str,
     control_ports: Mapping[Rank, int],
-    shape: Shape,
-    policy: str = "early",
-    load_balance_method: str = FOLLOW_ROOM,
     waits_for: Callable[[str], None] = lambda _what: None,
-    token: str = "",
 ) -> AsyncIterator[Registered]:
-    """Registers every rank of `shape`, at a registry apart now and again (it may restart), and leaves in the end.
+    """Registers every rank of this worker, at a registry apart now and again (it may restart), and leaves in the end.
 
     control_ports: of every rank; one without heads may share another's. instance: of the process, not of a dp group.
     waits_for: told what readiness waits for, "" once registered. After the first time the registry may be away (decodes
     that have met this prefill need none); that it refuses us is said again. Raises BadSetting where its port is taken.
     """
     async with contextlib.AsyncExitStack() as stack:
-        server, client = await _registry(stack, config, token)
+        server, client = await _registry(stack, config, config.registry_token or config.secret)
         told = functools.partial(
             registration_of,
-            shape=shape,
+            shape=config.shape,
             rank_ip=dialable(config.peer_host),
             page_size=page_size,
             kv_cache_dtype=kv_dtype,
-            load_balance_method=load_balance_method,
+            load_balance_method=config.load_balance_method,
             prefill_http_port=config.port or None,
-            decode_allocation_policy=cast(Policy, policy),
+            decode_allocation_policy=cast(Policy, config.decode_allocation_policy),
             pd_instance=instance,
             pd_ttl_s=REGISTER_EVERY_S * SILENT_ROUNDS if server is None else None,  # an embedded one ends with us
         )
-        group = [told(rank, rank_port=control_ports[rank]) for rank in ranks_of(shape)]
+        group = [told(rank, rank_port=control_ports[rank]) for rank in ranks_of(config.shape)]
         entry = Registered(client, group, server, waits_for)
         stack.push_async_callback(_leave, client, instance)
         if server is not None:
@@ -214,7 +209,7 @@ async def _embedded(config: WorkerConfig, token: str) -> AsyncIterator[RegistryS
     try:
         await server.start()
     except BadSetting as error:
-        raise BadSetting(f"{error} (here: --bootstrap-port)") from None
+        raise BadSetting(f"{str(error).partition(';')[0]}; choose another --bootstrap-port, or 0 for any") from None
     try:
         yield server
     finally:

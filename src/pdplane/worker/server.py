@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -41,6 +42,9 @@ AnyShell = PrefillShell | DecodeShell | AggregatedShell
 MIB = 1024 * 1024
 KEEP_ALIVE_S = 120
 TURN_S = 0.0005
+LAST_WORDS_S = 0.1  # the cut streams' error events are written in this time
+CONNECTIONS_END_S = 2
+ENGINE_ENDS_S = 5.0
 
 
 @runtime_checkable
@@ -53,16 +57,16 @@ class Shared(Protocol):
 
 
 async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
-    """Runs a worker until SIGINT, SIGTERM, or the end of a drain. `load` makes the engine, off the loop. Raises
-    BadSetting."""
+    """Runs a worker until it has drained: on SIGINT, SIGTERM, or an operator's call. A second signal does not wait.
+    `load` makes the engine, off the loop. Raises BadSetting."""
     http = bind(config.host, config.port, "port")
-    stop = asyncio.Event()
-    with contextlib.closing(http), _on_signals(stop.set), _short_turns():
+    asked = Asked()
+    with contextlib.closing(http), _on_signals(asked.signal), _short_turns():
         engine, tokenizer = await asyncio.get_running_loop().run_in_executor(None, load, config)
         async with running(config, engines_of(engine, config.dp), tokenizer, http) as (group, ports):
             say(_ready_line(config, group, ports))
-            await _until_asked(group, stop, say)
-            await _drain(config, group, say)
+            await _until_asked(group, asked)
+            await _drain(config, group, asked, say)
 
 
 @contextlib.asynccontextmanager
@@ -125,9 +129,9 @@ def make_pools(config: WorkerConfig, model: ModelSpec) -> tuple[tuple[PagePool |
     shards = [shard_bytes(model.groups, model.page_size, rank, config.tp) for rank in range(config.tp)]
     pages = config.pool_mb * MIB // sum(shards)
     if pages < 2:
-        need = 2 * sum(shards) / MIB
+        need, held = math.ceil(2 * sum(shards) / MIB), "one page" if pages else "no page"
         raise BadSetting(
-            f"--pool-mb {config.pool_mb} holds {pages} pages of {sum(shards)} bytes: needs {need:.0f} MiB or more"
+            f"--pool-mb {config.pool_mb} holds {held} of {sum(shards)} bytes, and the least is two: give {need} or more"
         )
     try:
         return tuple(PagePool(pages, size) if size else None for size in shards), pages
@@ -196,11 +200,7 @@ async def _take_ports(stack: contextlib.AsyncExitStack, config: WorkerConfig, gr
             page_size=group.model.page_size,
             kv_dtype=group.model.kv_dtype,
             control_ports=control,
-            shape=config.shape,
-            policy=config.decode_allocation_policy,
-            load_balance_method=config.load_balance_method,
             waits_for=group.wait_for,
-            token=config.registry_token or config.secret,
         )
     )
     group.tell_rank = entry.register_dp_rank
@@ -211,7 +211,7 @@ async def _take_ports(stack: contextlib.AsyncExitStack, config: WorkerConfig, gr
 
 async def _listen(shell: PrefillShell, config: WorkerConfig, tp: int) -> int:
     """Where a port is given, ranks count up from it."""
-    port = config.control_port and config.control_port + shell.parts.dp * config.tp + tp
+    port = config.rank_port(config.control_port, Rank(dp=shell.parts.dp, tp=tp))
     try:
         return await shell.listen(config.host, port, tp)
     except (OSError, OverflowError) as error:
@@ -231,7 +231,7 @@ async def _http(group: AnyGroup, config: WorkerConfig, sock: socket.socket) -> A
             loop="none",
             http=BoundedHttp,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=CONNECTIONS_END_S,
             server_header=False,
         )
     )
@@ -253,36 +253,45 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _until_asked(group: AnyGroup, stop: asyncio.Event, say: Say) -> None:
-    """Returns on a signal, or when a drain that was asked for has ended: what runs has its own deadlines."""
-    loop = asyncio.get_running_loop()
-    signalled, drained = loop.create_task(stop.wait()), loop.create_task(_drained(group, say))
-    try:
-        await asyncio.wait((signalled, drained), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        signalled.cancel()
-        drained.cancel()
+class Asked:
+    """What signals ask for: to stop, and then not to wait for what runs."""
+
+    def __init__(self) -> None:
+        self.stop, self.cut = asyncio.Event(), asyncio.Event()
+
+    def signal(self) -> None:
+        (self.cut if self.stop.is_set() else self.stop).set()
 
 
-async def _drained(group: AnyGroup, say: Say) -> None:
-    await group.asked_to_drain.wait()
-    say(f"{group.role}: draining ({group.draining}), {len(group.jobs)} requests may finish")
-    await group.all_ended()
+async def _until_asked(group: AnyGroup, asked: Asked) -> None:
+    """Returns on a signal, or when an operator asks for a drain."""
+    await _first_of(asked.stop.wait(), group.asked_to_drain.wait())
 
 
-async def _drain(config: WorkerConfig, group: AnyGroup, say: Say) -> None:
-    """No new rooms; what runs may finish; what is left then is said and cut with an explicit error."""
+async def _drain(config: WorkerConfig, group: AnyGroup, asked: Asked, say: Say) -> None:
+    """No new rooms; what runs may finish, for so long; what is left then is said and cut with an explicit error."""
     group.drain(f"the {config.role} worker is stopping")
     if group.jobs:
-        say(f"{config.role}: stopping, {len(group.jobs)} requests may finish within {config.shutdown_s:g} s")
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(config.shutdown_s):
-            await group.all_ended()
+        say(
+            f"{config.role}: draining ({group.draining}), {len(group.jobs)} requests may finish within "
+            f"{config.shutdown_s:g} s; a second signal cuts them"
+        )
+    await _first_of(group.all_ended(), asked.cut.wait(), limit_s=config.shutdown_s)
     if group.jobs:
         say(f"{config.role}: {len(group.jobs)} requests cut: {', '.join(group.jobs)}")
         group.cut("the worker stopped before the request had ended")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(LAST_WORDS_S)
     say(f"{config.role}: {_left(group)}")
+
+
+async def _first_of(*waits: Coroutine[None, None, object], limit_s: float | None = None) -> None:
+    """Returns when one of them does, or so much later; the others are given up."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _left(group: AnyGroup) -> str:
@@ -300,7 +309,7 @@ def _close_pools(parts: Parts) -> None:
 
 
 def _stop_engine(engine: EngineThread) -> None:
-    engine.stop(timeout_s=5.0)
+    engine.stop(timeout_s=ENGINE_ENDS_S)
 
 
 @contextlib.contextmanager
