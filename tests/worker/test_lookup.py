@@ -113,11 +113,14 @@ async def test_many_missing_ranks_are_counted(lookups: Lookups) -> None:
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype differs: prefill at {} has 'bfloat16', decode has 'float32'"),
     ],
 )
-async def test_a_prefill_of_another_kind_is_refused_with_both_values(
-    lookups: Lookups, server: Spied, more: dict[str, Any], named: str
+async def test_a_prefill_of_another_kind_is_refused_with_both_values_or_met_to_hear_it(
+    lookups: Lookups, more: dict[str, Any], named: str
 ) -> None:
-    await register(server, **more)
-    assert named.format(server.address) in await refusal(lookups, server)
+    async with spied(sglang=True) as sglangs, spied() as ours:
+        await register(sglangs, **more)
+        assert named.format(sglangs.address) in await refusal(lookups, sglangs)
+        ranks = await register(ours, **more)
+        assert (await lookups.route(ours.address)).ranks == ranks
 
 
 @pytest.mark.parametrize("shape", [ONE, Shape(dp=2, tp=2)])

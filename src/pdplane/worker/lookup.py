@@ -34,8 +34,9 @@ Waiting = dict[Room, asyncio.Future[int | None]]
 
 
 class Lookups:
-    """`policy`, and `page_size` and `kv_dtype` where given, are what this decode must have in common with a prefill.
-    Used on one loop; close it in the end."""
+    """`policy`, and `page_size` and `kv_dtype` where given, are what this decode must have in common with a prefill at
+    SGLang's registry; one at ours is met all the same, so that both sides say what differs. Used on one loop; close it
+    in the end."""
 
     def __init__(
         self,
@@ -43,13 +44,12 @@ class Lookups:
         policy: str,
         page_size: int | None = None,
         kv_dtype: str | None = None,
-        token: str = "",
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
         self._policy = policy
         self._page_size = page_size
         self._kv_dtype = kv_dtype
-        self._clients = Clients(lambda address: RegistryClient(f"http://{address}", token=token, timeout_s=timeout_s))
+        self._clients = Clients(lambda address: RegistryClient(f"http://{address}", timeout_s=timeout_s))
         self._waiting: dict[str, Waiting] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -77,7 +77,7 @@ class Lookups:
         if found.group is None:  # an older release of ours
             with self._clients.of(address) as registry:
                 return await self._route_by_ranks(address, registry)
-        shape = self._checked(address, found.group)
+        shape = _shape(address, found.group)
         ranks = tuple((each.rank, ControlEndpoint(each.rank_ip, each.rank_port)) for each in found.registered)
         return RouteKnown(address, ranks, shape, found.group.follow_bootstrap_room)
 
@@ -93,7 +93,8 @@ class Lookups:
 
     async def _route_by_ranks(self, address: str, registry: RegistryClient) -> RouteKnown:
         info = await _answered(registry.server_info())
-        shape = self._checked(address, info)
+        self._check_alike(address, info)
+        shape = _shape(address, info)
         turns = asyncio.Semaphore(MAX_CONCURRENT_GETS)
 
         async def endpoint(rank: Rank) -> tuple[Rank, ControlEndpoint]:
@@ -136,8 +137,8 @@ class Lookups:
             for room, future in waiting.items():
                 _settle(future, known.get(room))
 
-    def _checked(self, address: str, info: PrefillServerInfo) -> Shape:
-        """The group's shape. Raises Refused where this decode cannot take pages from it."""
+    def _check_alike(self, address: str, info: PrefillServerInfo) -> None:
+        """Raises Refused where this decode cannot take pages from it, naming both values."""
         for name, theirs, ours in (
             ("decode_allocation_policy", info.decode_allocation_policy, self._policy),
             ("page_size", info.page_size, self._page_size),
@@ -146,16 +147,20 @@ class Lookups:
             if None not in (theirs, ours) and theirs != ours:
                 text = f"{name} differs: prefill at {address} has {theirs!r}, decode has {ours!r}"
                 raise _incompatible(f"{text}; start both with the same")
-        for axis, size in (("context", info.attn_cp_size), ("pipeline", info.pp_size)):
-            if size != 1:
-                text = f"the prefill at {address} has {size} {axis} parallel ranks"
-                raise _incompatible(f"{text}; this decode takes pages from 1 only")
-        if info.enable_kv_cache_sharding or info.enable_dsa_cache_layer_split:
-            raise _incompatible(f"the prefill at {address} splits pages over its ranks; this decode takes whole ones")
-        shape = Shape(dp=info.dp_size, tp=info.attn_tp_size)
-        if min(shape.dp, shape.tp) < 1 or shape.dp * shape.tp > MAX_RANKS:
-            raise _incompatible(f"the prefill at {address} has {shape}; this decode takes 1 to {MAX_RANKS} ranks")
-        return shape
+
+
+def _shape(address: str, info: PrefillServerInfo) -> Shape:
+    """The group's. Raises Refused where it is of a kind that this decode has no sessions with."""
+    for axis, size in (("context", info.attn_cp_size), ("pipeline", info.pp_size)):
+        if size != 1:
+            text = f"the prefill at {address} has {size} {axis} parallel ranks"
+            raise _incompatible(f"{text}; this decode takes pages from 1 only")
+    if info.enable_kv_cache_sharding or info.enable_dsa_cache_layer_split:
+        raise _incompatible(f"the prefill at {address} splits pages over its ranks; this decode takes whole ones")
+    shape = Shape(dp=info.dp_size, tp=info.attn_tp_size)
+    if min(shape.dp, shape.tp) < 1 or shape.dp * shape.tp > MAX_RANKS:
+        raise _incompatible(f"the prefill at {address} has {shape}; this decode takes 1 to {MAX_RANKS} ranks")
+    return shape
 
 
 async def _answered(question: Awaitable[T]) -> T:
