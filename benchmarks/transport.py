@@ -68,7 +68,8 @@ class Contender:
 def contenders() -> list[Contender]:
     ours = "pdplane_peer.py"
     return [
-        Contender("memcpy, one process", "memcpy_peer.py", family="memcpy"),
+        Contender("memcpy of pool pages, one process", "memcpy_peer.py", "pool", family="memcpy"),
+        Contender("memcpy of anonymous memory, one process", "memcpy_peer.py", "anonymous", family="memcpy"),
         Contender("pdplane shm", ours, "shm"),
         Contender("pdplane shm_push", ours, "shm_push"),
         *nixl("default"),

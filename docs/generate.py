@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from pdplane.cli.http import ADMIN_KEY, API_KEY
 from pdplane.cli.up import UpConfig
 from pdplane.core.table import RECEIVER, SENDER
 from pdplane.registry.server import RegistryConfig
@@ -91,6 +92,17 @@ def settings_page() -> str:
             what = what.replace("|", "\\|")
             lines.append(f"| `{flag_of(field.name)}` | `{env_of(config, field.name)}` | {default} | {what} |")
         lines.append("")
+    lines += [
+        "## The commands that ask a running fleet",
+        "",
+        "Their flags are in each one's `--help`; two secrets may come from the environment.",
+        "",
+        "| flag | environment | commands |",
+        "|---|---|---|",
+        f"| `--api-key` | `{API_KEY}` | `pdplane status`, `chat`, `explain` |",
+        f"| `--admin-key` | `{ADMIN_KEY}` | `pdplane drain`, `release` |",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -166,6 +166,14 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["worker", "--pp", "2"], ["--pp 2", "pipeline parallel"]),
     (["worker", "--transport", "carrier,tcp"], ["carrier", "shm_push"]),
     (["worker", "--transport", ","], ["--transport", "none"]),
+    (["worker", "--role", "prefill", "--control-port", "65535", "--tp", "4", "--dp", "2"], ["65535", "65528 or less"]),
+    (["worker", "--role", "decode", "--data-port", "65535", "--tp", "2"], ["--data-port 65535", "65534 or less"]),
+    (["worker", "--registry", "nonsense"], ["--registry nonsense", "http://"]),
+    (["worker", "--registry", "http://[::1"], ["--registry http://[::1"]),
+    (["worker", "--registry", "http://10.0.0.1:99999"], ["--registry http://10.0.0.1:99999"]),
+    (["worker", "--secret", "ä☃"], ["--secret", "ASCII"]),
+    (["worker", "--registry-token", "two\nlines"], ["--registry-token", "ASCII"]),
+    (["worker", "--admin-key", "schlüssel"], ["--admin-key", "ASCII"]),
     (["worker", "--hold-term-s", "0"], ["--hold-term-s 0"]),
     (["worker", "--role", "decode", "--host", "10.0.0.1"], ["10.0.0.1", "--secret", "--allow-insecure"]),
     (["worker", "--role", "prefill", "--advertise-host", "node-7"], ["node-7", "--secret", "--allow-insecure"]),
@@ -264,8 +272,8 @@ def test_a_damaged_model_is_named_with_file_and_remedy(
 def test_a_pool_that_holds_no_page_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["worker", "--port", "0", "--model", str(model), "--pool-mb", "1", "--page-size", "4096"]
     error = said(capsys, *argv)
-    assert "--pool-mb 1" in error
-    assert "needs" in error
+    assert "--pool-mb 1 holds no page of" in error
+    assert "or more" in error
 
 
 @pytest.mark.parametrize("argv", [["--seeds", "0"], ["--seeds", "-1"], ["--jobs", "0"]], ids=" ".join)

@@ -16,8 +16,7 @@ from pdplane.cli.main import main
 from pdplane.cli.status import quarantine
 from pdplane.core.errors import Cause
 from pdplane.core.ids import Instance
-from tests.worker.fleets import COMPLETIONS, HOST, Fleet, Talk, fleet, until
-from tests.worker.test_fleet_answers import completion
+from tests.worker.fleets import COMPLETIONS, HOST, Fleet, Talk, completion, fleet, until
 
 BODY = completion()[1]
 
@@ -189,6 +188,18 @@ async def test_explain_names_ranks_grants_and_links(terminal: Terminal) -> None:
         assert all(f"of instance {it.decode.group.shells[0].instance}" in line for line in granted)
         assert all(line.endswith("none held here") for line in granted)
         assert any(line.startswith("    link ") and " by shm" in line for line in lines)
+
+
+async def test_explain_shows_a_prefix_hit_and_whose_end_a_legs_end_is(terminal: Terminal) -> None:
+    async with fleet() as it:
+        for tokens in (0, 12):
+            answer = (await it.post(COMPLETIONS, BODY)).json()
+            await it.at_rest()
+            lines = await explained(it, terminal, answer["id"])
+            hits = [line.split("cached: ")[1] for line in lines if " cached: " in line]
+            assert hits == [f"{tokens} of 16 prompt tokens were in the prefix cache"] * bool(tokens)
+            [end] = [line for line in lines if "prefill    finished" in line]
+            assert "how the request ended is decode's to say" in end
 
 
 async def test_explain_finds_a_request_by_rid_room_and_label(terminal: Terminal) -> None:

@@ -46,7 +46,7 @@ def with_group(**fields: Any) -> Stamp:
 def refusal(prefill: Stamp, decode: Stamp) -> str:
     cause = mismatch(prefill, decode)
     assert cause is not None
-    assert (cause.code, cause.status, cause.retryable, cause.side) == ("incompatible", 503, False, "")
+    assert (cause.code, cause.status, cause.retryable, cause.side) == ("incompatible", 503, True, "")
     return cause.message
 
 

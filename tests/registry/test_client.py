@@ -17,7 +17,7 @@ from pdplane.registry.client import (
 )
 from pdplane.registry.clients import Clients
 from pdplane.registry.server import RegistryConfig, RegistryServer
-from pdplane.transport.contract import Endpoint
+from pdplane.wire.registry import RankEndpoint
 
 from .conftest import registration, spied
 
@@ -26,7 +26,7 @@ async def test_prefill_registers_and_decode_finds_it(client: RegistryClient) -> 
     await client.register(registration(pd_instance="p-1"))
     info = await client.server_info()
     assert (info.attn_tp_size, info.page_size, info.kv_cache_dtype) == (1, 16, "float32")
-    assert await client.rank_endpoint(Rank()) == Endpoint("10.0.0.1", 4000)
+    assert await client.rank_endpoint(Rank()) == RankEndpoint("10.0.0.1", 4000)
     assert (await client.status()).instance == "p-1"
 
 
@@ -103,7 +103,7 @@ async def test_the_write_token_is_sent_and_its_lack_is_explained() -> None:
         with pytest.raises(RegistryRefused, match="needs its write token"):
             await stranger.register(registration())
         await bearer.register(registration())
-        assert await stranger.rank_endpoint(Rank()) == Endpoint("10.0.0.1", 4000)
+        assert await stranger.rank_endpoint(Rank()) == RankEndpoint("10.0.0.1", 4000)
     await server.stop()
 
 

@@ -294,8 +294,8 @@ async def test_stopping_closes_open_connections_and_frees_the_port(clock: Clock)
         await server.stop()
         await server.stop()
         assert await reader.read() == b""
-    again = RegistryServer(RegistryConfig(port=0), clock)
-    await again.start(port=port)
+    again = RegistryServer(RegistryConfig(port=port), clock)
+    await again.start()
     assert again.port == port
     await again.stop()
 

@@ -110,8 +110,13 @@ def test_a_layout_that_only_some_ranks_name_is_the_groups() -> None:
         ({"rank_port": 65_536}, "'10.0.0.1':65536"),
         ({"rank_ip": ""}, "'':4000"),
         ({"page_size": 0}, "page_size 0"),
+        ({"page_size": 2**70}, "is not from 1 to 1048576"),
+        ({"pd_ttl_s": float("nan")}, "pd_ttl_s nan is no number of seconds"),
+        ({"pd_ttl_s": float("inf")}, "pd_ttl_s inf is no number of seconds"),
+        ({"rank_ip": "a" * 100_000}, "rank_ip has 100000 characters"),
+        ({"pd_instance": "a" * 513}, "pd_instance has 513 characters"),
         ({"pd_instance": ""}, "pd_instance is empty"),
-        ({"pd_ttl_s": 0.0}, "pd_ttl_s 0 is not over 0"),
+        ({"pd_ttl_s": 0.0}, "pd_ttl_s 0 is no number of seconds over 0"),
     ],
 )
 def test_what_no_rank_can_be_is_refused_and_leaves_nothing(change: dict[str, Any], named: str) -> None:

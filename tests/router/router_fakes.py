@@ -67,6 +67,11 @@ class Asked:
         self.answered.set()
 
 
+STAMP: dict[str, Any] = {
+    "model": "m", "weights": "w", "tokenizer": "t", "page_size": 16, "page_bytes": 1024, "kv_dtype": "f16",
+    "groups": [{"name": "kv", "row_bytes": 64, "layers": [0, 1], "dtype": "f16"}], "protocol_max": 2,
+}  # fmt: skip
+
 Behaviour = Callable[[Asked], None]
 
 
@@ -234,7 +239,15 @@ class Fleet:
         """Every counter is exactly at its idle figure: nothing in flight, no load."""
         await until(lambda: not self.router.active and not self.router.draining and not self.loads())
         assert not self.router.labels
-        assert all(worker.load == 0 for worker in self.router.pairing.workers)
+        for worker in self.router.pairing.workers:
+            assert worker.load == 0
+            assert worker.ranks is None or not any(worker.ranks.loads)
+
+    async def sized(self, dp: int, **info: Any) -> None:
+        """The prefills say that they have `dp` ranks, and the router has heard it."""
+        for one in self.prefills:
+            one.info = {"shape": {"dp": dp, "tp": 1, "cp": 1, "pp": 1}, **info}
+        await until(lambda: all(worker.shape.dp == dp for worker in self.router.pairing.prefills))
 
     def loads(self) -> int:
         return sum(worker.load for worker in self.router.pairing.workers)
@@ -307,6 +320,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 (there is no event to wait for in the code under test)
             await asyncio.sleep(0.002)
+
+
+async def asked_of(fakes: list[FakeWorker]) -> Asked:
+    """The next request at any of them."""
+    await until(lambda: any(not fake.asked.empty() for fake in fakes))
+    return await next(fake for fake in fakes if not fake.asked.empty()).next()
 
 
 @contextlib.asynccontextmanager

@@ -196,6 +196,7 @@ async def test_counters_return_to_zero_whatever_happens(seed: int) -> None:
                 await client.reader.read(1)
 
     async with fleet(2, 2, prefill=anything, decode=anything, drain_s=0.1) as it:
+        await it.sized(3)
         await asyncio.gather(*(one() for _ in range(60)))
         await it.idle()
         it.prefills[0].behaviour = it.prefills[1].behaviour = ok

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from .router_fakes import Asked, Fleet, fleet, ok, until
-from .test_router_ranks import STAMP
+from .router_fakes import STAMP, Asked, Fleet, fleet, ok, until
 
 
 async def said(it: Fleet, fake: Any, **info: Any) -> None:
@@ -99,7 +98,7 @@ async def test_ranks_that_no_session_would_serve_are_no_pair_at_the_router_eithe
         assert (answer.status, answer.error["code"]) == (503, "no_ready_pair")
         assert f"{side} has dp 1" in answer.error["message"]
         assert "one pipeline parallel rank" in answer.error["message"]
-        assert not (it.prefill.seen or it.decode.seen)
+        assert it.prefill.seen == it.decode.seen == []
 
 
 async def test_native_engines_of_any_shape_are_let_pair() -> None:
@@ -170,10 +169,8 @@ async def test_workers_without_a_transport_in_common_are_no_pair() -> None:
         await until(lambda: not it.router.pairing.ready)
         answer = await it.post({})
         assert answer.status == 503
-        assert (
-            "no transport in common: prefill has shm, tcp, decode offers shm_push; give both --transport tcp"
-            in answer.error["message"]
-        )
+        message = answer.error["message"]
+        assert "no transport in common: prefill has shm, tcp, decode offers shm_push; give both" in message
         await said(it, it.decode, stamp=STAMP, instance="d2", transports=["shm_push", "tcp"])
         await until(lambda: it.router.pairing.ready)
         assert (await it.post({})).status == 200
@@ -190,6 +187,19 @@ async def test_a_prompt_goes_to_the_pair_that_can_hold_it() -> None:
         assert not it.prefills[0].seen
         assert not it.decodes[0].seen
         assert (await it.post({"prompt": [1] * 9}, "/v1/completions")).status == 400
+        await it.idle()
+
+
+async def test_a_retry_never_goes_to_a_pair_that_cannot_hold_the_prompt() -> None:
+    async with fleet(1, 2, prefill=None, decode=ok) as it:
+        it.decodes[0].info, it.decodes[1].info = ({"limits": {"max_prompt_tokens": limit}} for limit in (4, 8))
+        it.decodes[1].behaviour = lambda asked: asked.fail(503, "busy")
+        await until(lambda: all(w.limits.max_prompt_tokens for w in it.router.pairing.decodes))
+        answer = await it.post({"prompt": [1] * 6}, "/v1/completions")
+        assert (answer.status, answer.error["code"]) == (503, "busy")  # and not the 400 of who was not asked
+        assert it.decodes[0].seen == []
+        assert it.router.metrics.attempts == 1
+        assert not it.router.metrics.retries
         await it.idle()
 
 

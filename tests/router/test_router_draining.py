@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .router_fakes import Asked, Fleet, fleet, ok, until
+from .router_fakes import STAMP, Asked, Fleet, fleet, ok, until
 
 
 def draining(asked: Asked) -> None:
@@ -95,6 +95,20 @@ async def test_a_decode_that_says_its_prefill_drains_takes_the_prefill_out() -> 
         assert (await client.read()).status == 200
 
 
+async def test_a_worker_that_leaves_by_its_own_word_is_logged_once_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet(1, 2, prefill=ok, decode=ok, health_interval_s=60.0) as it:
+        it.decodes[0].behaviour = draining
+        it.decodes[0].health, it.decodes[0].facts = 503, {"draining": "an operator drains it"}
+        caplog.clear()
+        for _ in range(8):
+            assert (await it.post({})).status == 200
+        await until(lambda: it.decodes[0].url in caplog.text)
+        [line] = [record.getMessage() for record in caplog.records if it.decodes[0].url in record.getMessage()]
+        assert line == f"decode {it.decodes[0].url} is out of service: draining: an operator drains it"
+
+
 async def test_where_all_drain_a_client_is_told_so() -> None:
     async with fleet(prefill=ok, decode=draining, health_interval_s=60.0) as it:
         it.decode.health, it.decode.facts = 503, {"draining": "an operator drains it"}
@@ -111,3 +125,29 @@ async def test_a_draining_word_that_does_not_hold_is_forgotten_at_the_next_look(
         assert not it.router.pairing.decodes[0].ready
         await until(lambda: it.router.pairing.decodes[0].ready)
         assert it.router.pairing.decodes[0].draining == ""
+        for _ in range(4):
+            assert (await it.post({})).status == 200
+        assert it.decodes[0].seen  # in pairs again, though it is the same instance as before
+
+
+async def test_a_client_is_told_at_once_that_the_only_decode_drains_and_which_it_is() -> None:
+    async with fleet(2, 1, prefill=ok, decode=ok) as it:
+        it.decode.health, it.decode.facts = 503, {"draining": "new kernel"}
+        await until(lambda: not it.router.pairing.ready)
+        before = it.router.metrics.attempts
+        answer = await it.post({})
+        assert (answer.status, answer.error["code"], answer.error["retryable"]) == (503, "no_ready_pair", True)
+        assert answer.error["message"] == f"no decode is ready: {it.decode.url} draining: new kernel"
+        assert it.router.metrics.attempts == before
+        assert it.prefill.seen == it.decode.seen == []
+
+
+async def test_a_decode_that_drains_is_named_beside_one_that_does_not_fit() -> None:
+    async with fleet(1, 2, prefill=ok, decode=ok) as it:
+        it.decodes[0].health, it.decodes[0].facts = 503, {"draining": "new kernel"}
+        for fake, shape in ((it.prefill, {}), (it.decodes[1], {"cp": 2})):
+            fake.info = {"stamp": STAMP, "shape": shape}
+        await until(lambda: not it.router.pairing.ready)
+        message = (await it.post({})).error["message"]
+        assert f"{it.decodes[0].url} draining: new kernel" in message
+        assert f"{it.decodes[1].url}: decode has dp 1, cp 2" in message

@@ -9,7 +9,7 @@ import pytest
 
 from pdplane.router.upstream import STALE_WITHIN_S, Leg
 
-from .router_fakes import Asked, Fleet, fleet, ok, refuse, until
+from .router_fakes import Asked, Fleet, asked_of, fleet, ok, refuse, until
 
 
 def reset(asked: Asked) -> None:
@@ -22,7 +22,7 @@ async def test_prefills_4xx_passes_verbatim_without_a_retry_and_ends_decodes_leg
     async with fleet(2, 2, prefill=lambda a: a.reply(status, body)) as it:
         answer = await it.post({})
         assert (answer.status, answer.json) == (status, body)
-        decode = await asked_of(it, "decodes")
+        decode = await asked_of(it.decodes)
         await asyncio.wait_for(decode.left.wait(), 10)
         told = await aborted_at(it, "decodes")
         assert (told["rid"], told["room"], told["cause"]["code"]) == (decode.rid, decode.room, "peer_leg_closed")
@@ -126,10 +126,10 @@ async def test_a_decode_that_names_prefill_as_the_culprit_costs_the_prefill_its_
     async with fleet(2, 1, prefill=None) as it, it.client() as client:
         client.post(b"{}")
         first = await it.decode.next()
-        culprit = await asked_of(it, "prefills")
+        culprit = await asked_of(it.prefills)
         first.fail(502, side="prefill", retryable=True)
         second = await it.decode.next()
-        other = await asked_of(it, "prefills")
+        other = await asked_of(it.prefills)
         assert culprit.headers["host"] != other.headers["host"]
         other.reply()
         second.reply()
@@ -141,9 +141,9 @@ async def test_a_busy_decode_reported_by_prefill_is_the_one_that_is_spared() -> 
     async with fleet(1, 2, prefill=None, decode=None) as it, it.client() as client:
         client.post(b"{}")
         first = await it.prefill.next()
-        full = await asked_of(it, "decodes")
+        full = await asked_of(it.decodes)
         first.fail(429, side="decode", retryable=True)
-        second = await asked_of(it, "decodes")
+        second = await asked_of(it.decodes)
         assert second.headers["host"] != full.headers["host"]
         avoided = [worker for worker in it.router.pairing.workers if worker.avoid]
         assert [worker.address.netloc for worker in avoided] == [full.headers["host"]]
@@ -181,11 +181,11 @@ async def test_a_refused_connection_is_a_502_that_names_the_worker() -> None:
 async def test_a_decode_that_dies_before_its_first_byte_is_tried_again_elsewhere() -> None:
     async with fleet(1, 2, prefill=ok, decode=None) as it, it.client() as client:
         client.post(b"{}")
-        first = await asked_of(it, "decodes")
+        first = await asked_of(it.decodes)
         first.start()
         await asyncio.sleep(0)
         first.reset()
-        second = await asked_of(it, "decodes")
+        second = await asked_of(it.decodes)
         assert second.room != first.room
         second.reply(200, {"b": 2})
         assert (await client.read()).json == {"b": 2}
@@ -195,7 +195,7 @@ async def test_a_decode_that_dies_before_its_first_byte_is_tried_again_elsewhere
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_a_clean_end() -> None:
     async with fleet(1, 2, prefill=ok) as it, it.client() as client:
         client.post(b'{"stream": true}')
-        decode = await asked_of(it, "decodes")
+        decode = await asked_of(it.decodes)
         decode.start()
         decode.chunk(b'data: {"half')
         await client.head()
@@ -385,13 +385,6 @@ async def test_failures_in_a_row_make_a_worker_avoided_for_a_while_and_never_shu
         assert (await it.post({})).status == 200  # the last one left serves, avoided or not
         assert ill.avoid == ""  # and by that it has passed its test
         await it.idle()
-
-
-async def asked_of(it: Fleet, side: str) -> Asked:
-    """The next request at any worker of this side."""
-    workers = getattr(it, side)
-    await until(lambda: any(not worker.asked.empty() for worker in workers))
-    return next(worker.asked.get_nowait() for worker in workers if not worker.asked.empty())
 
 
 async def aborted_at(it: Fleet, side: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdplane.core.ids import MAX_ROOM
+from pdplane.core.ids import MAX_ROOM, dp_of
 from pdplane.router.config import parse_address
 from pdplane.router.health import take
 from pdplane.router.legs import rooms as dialect
@@ -18,12 +18,7 @@ from pdplane.router.ranks import RankLoads
 from pdplane.router.worker import Worker
 from pdplane.wire.registry import MAX_RANKS
 
-from .router_fakes import Fleet, fleet, ok, refuse, until
-
-STAMP: dict[str, Any] = {
-    "model": "m", "weights": "w", "tokenizer": "t", "page_size": 16, "page_bytes": 1024, "kv_dtype": "f16",
-    "groups": [{"name": "kv", "row_bytes": 64, "layers": [0, 1], "dtype": "f16"}], "protocol_max": 2,
-}  # fmt: skip
+from .router_fakes import STAMP, asked_of, fleet, ok, refuse, until
 
 
 @given(st.integers(0, MAX_ROOM), st.integers(1, 4096), st.data())
@@ -31,7 +26,7 @@ def test_a_room_says_its_rank_and_stays_a_room(bits: int, size: int, data: st.Da
     rank = data.draw(st.integers(0, size - 1))
     room = dialect._room_at(bits, rank, size)
     assert 0 < room <= MAX_ROOM
-    assert room % size == rank
+    assert dp_of(room, size) == rank
 
 
 def test_rooms_of_one_request_are_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,16 +58,9 @@ def test_a_rank_below_zero_is_a_bug() -> None:
         RankLoads(2).let_go((1,))
 
 
-async def sized(it: Fleet, dp: int, **info: Any) -> None:
-    """The prefills say that they have `dp` ranks, and the router has heard it."""
-    for one in it.prefills:
-        one.info = {"shape": {"dp": dp, "tp": 1, "cp": 1, "pp": 1}, **info}
-    await until(lambda: all(worker.shape.dp == dp for worker in it.router.pairing.prefills))
-
-
 async def test_64_requests_use_every_rank_and_both_legs_carry_the_room_of_its_rank() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 2)
+        await it.sized(2)
         for _ in range(64):
             assert (await it.post({})).status == 200
         ranks = Counter(asked.room % 2 for asked in it.prefill.seen)
@@ -85,7 +73,7 @@ async def test_64_requests_use_every_rank_and_both_legs_carry_the_room_of_its_ra
 
 async def test_a_busy_rank_is_passed_over_and_workers_show_the_load_of_each() -> None:
     async with fleet(decode=ok) as it:
-        await sized(it, 2)
+        await it.sized(2)
         async with it.client() as slow, it.client() as quick:
             slow.post(b"{}")
             held = await it.prefill.next()
@@ -109,7 +97,7 @@ async def test_a_busy_rank_is_passed_over_and_workers_show_the_load_of_each() ->
 
 async def test_the_samples_of_a_batch_are_spread_over_the_ranks() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 4)
+        await it.sized(4)
         assert (await it.post({"n": 8})).status == 200
         rooms = it.prefill.seen[0].room
         assert Counter(room % 4 for room in rooms) == {0: 2, 1: 2, 2: 2, 3: 2}
@@ -119,7 +107,7 @@ async def test_the_samples_of_a_batch_are_spread_over_the_ranks() -> None:
 
 async def test_a_dispatch_that_does_not_follow_the_room_is_told_the_rank_on_each_leg() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 2, load_balance_method="round_robin")
+        await it.sized(2, load_balance_method="round_robin")
         for body in ({}, {"n": 3}):
             assert (await it.post(body)).status == 200
             prefill, decode = it.prefill.seen[-1].body, it.decode.seen[-1].body
@@ -133,7 +121,7 @@ async def test_a_dispatch_that_does_not_follow_the_room_is_told_the_rank_on_each
 
 async def test_the_record_names_the_rank_of_each_sample() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 2)
+        await it.sized(2)
         answer = await it.post({"n": 2})
         [attempt] = (await it.get(f"/requests/{answer.headers['x-request-id']}")).json["attempts"]
         assert attempt["prefill_ranks"] == [room % 2 for room in attempt["rooms"]]
@@ -142,7 +130,7 @@ async def test_the_record_names_the_rank_of_each_sample() -> None:
 
 async def test_a_retry_gives_the_rank_of_the_failed_attempt_back() -> None:
     async with fleet(2, 1, prefill=ok, decode=ok) as it:
-        await sized(it, 2)
+        await it.sized(2)
         it.prefills[0].behaviour = refuse(500)
         for _ in range(8):
             assert (await it.post({"n": 2})).status == 200
@@ -152,14 +140,14 @@ async def test_a_retry_gives_the_rank_of_the_failed_attempt_back() -> None:
 
 async def test_a_prefill_that_comes_back_with_more_ranks_is_counted_anew_and_the_old_count_ends_at_zero() -> None:
     async with fleet(decode=ok) as it:
-        await sized(it, 2)
+        await it.sized(2)
         worker = it.router.pairing.prefills[0]
         old = worker.ranks
         assert old is not None
         async with it.client() as client:
             client.post(b"{}")
             held = await it.prefill.next()
-            await sized(it, 3)
+            await it.sized(3)
             assert worker.ranks is not old
             assert sum(old.loads) == 1
             held.reply()
@@ -167,27 +155,67 @@ async def test_a_prefill_that_comes_back_with_more_ranks_is_counted_anew_and_the
         await it.idle()
         assert old.loads == [0, 0]
         assert worker.ranks.loads == [0, 0, 0]  # type: ignore[union-attr]
-        await sized(it, 1)
+        await it.sized(1)
         assert worker.ranks is None
 
 
-async def test_every_exit_path_gives_its_rank_back() -> None:
-    async with fleet() as it:
-        await sized(it, 4)
-        for way in ("left", "deadline", "refused", "reset"):
-            async with it.client() as client:
-                client.post(b'{"n": 3}', headers="x-request-timeout: 0.3\r\n" if way == "deadline" else "")
-                prefill, decode = await it.prefill.next(), await it.decode.next()
-                if way == "left":
-                    client.leave()
-                elif way == "refused":
-                    prefill.fail(400)
-                elif way == "reset":
-                    decode.reset()
-                if way != "left":
-                    await client.read()
-            await it.idle()
-            assert it.router.pairing.prefills[0].ranks.loads == [0, 0, 0, 0]  # type: ignore[union-attr]
+# Where a request is when it ends, and what ends it. In `drained`, the client's answer is out and prefill's leg is open.
+PHASES = ("asked", "computed", "streamed", "drained", "retried")
+ENDS = ("left", "aborted", "deadline", "prefill refuses", "prefill resets", "decode refuses", "decode resets", "limit")
+CANNOT = {
+    ("computed", "prefill refuses"), ("computed", "prefill resets"), ("streamed", "decode refuses"),
+    ("drained", "decode refuses"), ("drained", "decode resets"), ("drained", "deadline"),
+    ("asked", "limit"), ("computed", "limit"), ("streamed", "limit"), ("retried", "limit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("phase", "end"), [(phase, end) for phase in PHASES for end in ENDS if (phase, end) not in CANNOT]
+)
+async def test_whatever_ends_a_request_wherever_it_is_its_ranks_are_free_again(phase: str, end: str) -> None:
+    async with fleet(2, 2, retries=1, drain_s=60.0) as it, it.client() as client:
+        await it.sized(4)
+        client.post(b'{"n": 3}')
+        prefill, decode = await asked_of(it.prefills), await asked_of(it.decodes)
+        if phase == "retried":
+            prefill.fail(500)
+            prefill, decode = await asked_of(it.prefills), await asked_of(it.decodes)
+        elif phase == "computed":
+            prefill.reply()
+            await until(lambda: not any(worker.load for worker in it.router.pairing.prefills))
+        elif phase == "streamed":
+            decode.start()
+            decode.chunk(b"data: 1\n\n")
+            await client.head()
+        elif phase == "drained":
+            decode.reply()
+            assert (await client.read()).status == 200
+        in_use = sum(sum(worker.ranks.loads) for worker in it.router.pairing.prefills if worker.ranks)
+        assert in_use == (0 if phase == "computed" else 3)
+        if end == "left":
+            client.leave()
+        elif end == "aborted":
+            assert it.router.abort_all(b"") == (0 if phase == "drained" else 1)
+        elif end in ("deadline", "limit"):
+            for exchange in (*it.router.active.values(), *it.router.draining):
+                exchange.deadline = 0.0
+            it.router.sweep()
+        elif end.startswith("prefill"):
+            prefill.fail(500) if end.endswith("refuses") else prefill.reset()
+        elif end.startswith("decode"):
+            decode.fail(400) if end.endswith("refuses") else decode.reset()
+        if phase in ("asked", "computed") and end.endswith(("prefill refuses", "resets")):
+            for fakes in (it.prefills, it.decodes):
+                (await asked_of(fakes)).reply()  # the second attempt
+        if phase == "streamed" and end.startswith("prefill"):
+            await until(lambda: not any(worker.load for worker in it.router.pairing.prefills))  # while decode streams
+            decode.finish()
+        if phase == "drained" and end in ("left", "aborted"):
+            prefill.reply()  # the client has its answer: nothing of this is its to end any more
+        await it.idle()
+        for worker in it.router.pairing.prefills:
+            assert worker.ranks is not None
+            assert worker.ranks.loads == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +264,7 @@ async def test_the_policy_of_our_prefill_rides_on_both_legs(body: dict[str, Any]
 
 async def test_a_native_prefill_is_told_no_policy() -> None:
     async with fleet(prefill=ok, decode=ok) as it:
-        await sized(it, 2, policy="fcfs", decode_allocation_policy="early")
+        await it.sized(2, policy="fcfs", decode_allocation_policy="early")
         assert (await it.post({})).status == 200
         assert "decode_allocation_policy" not in it.prefill.seen[0].body
 

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from .router_fakes import FakeWorker, fleet, ok, until
-
-STAMP: dict[str, Any] = {
-    "model": "m", "weights": "w", "tokenizer": "t", "page_size": 16, "page_bytes": 1024, "kv_dtype": "f16",
-    "groups": [{"name": "kv", "row_bytes": 64, "layers": [0, 1], "dtype": "f16"}], "policy": "early", "protocol": 1,
-}  # fmt: skip
+from .router_fakes import STAMP, FakeWorker, fleet, ok, until
 
 
 async def test_without_a_whole_pair_requests_get_a_503_that_names_what_is_missing() -> None:

@@ -28,11 +28,11 @@ def test_only_a_wildcard_is_dialled_elsewhere() -> None:
     assert bracketed("10.0.0.1") == "10.0.0.1"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
 def test_loopback_never_leaves_this_machine(host: str) -> None:
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "", "node-7"])
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "", "node-7", "::ffff:10.0.0.1", "fe80::1%eth0"])
 def test_all_else_may_leave_it(host: str) -> None:
     assert not is_loopback(host)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import httpx
+import msgspec
 
 from pdplane.core.pages import Page
 from pdplane.router import RouterConfig, RouterServer
@@ -23,7 +25,31 @@ from .http_fakes import ByteTokenizer
 
 LIMIT_S = 10.0
 HOST = "127.0.0.1"
+QUICK = {"beat_s": 0.1, "silent_s": 1.5, "grace_s": 0.2}
+"""A peer that is gone is known to be soon; one that a busy machine holds up for a second is not gone."""
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+
+
+def chat(text: str = "hello there", **more: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24, **more}
+
+
+def completion(prompt: Any = "once upon a time", **more: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"prompt": prompt, "temperature": 0, "max_tokens": 24, **more}
+
+
+def generate(text: Any = "once upon a time", **sampling: Any) -> tuple[str, dict[str, Any]]:
+    return GENERATE, {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24, **sampling}}
+
+
+BODY = completion()[1]
+
+
+def free_port() -> int:
+    """Nobody listens on it now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
@@ -68,6 +94,11 @@ class Member:
         busy = ("jobs", "in_engine", "waiting", "running", "computing", "claims", "rooms")
         rest = self.pages(Page.FREE) + self.pages(Page.CACHED)
         return not any(figures.get(name) for name in busy) and rest == self.capacity
+
+    def limit(self, **limits: Any) -> None:
+        """From now on: what is short must not hit what comes before the point of a test."""
+        for shell in self.shells:
+            shell.node.limits = msgspec.structs.replace(shell.node.limits, **limits)
 
     def let_go(self) -> None:
         """No engine is held back any more."""
@@ -154,6 +185,12 @@ class Fleet:
         assert all(worker.load == 0 for worker in router.pairing.workers)
         for one in self.members:
             assert [shell.audit() for shell in one.shells] == [[]] * len(one.shells)
+
+
+async def serves(it: Fleet) -> None:
+    """A request is answered as the aggregated worker does, and leaves nothing behind."""
+    assert texts(await it.post(COMPLETIONS, BODY)) == texts(await it.whole.post(COMPLETIONS, BODY))
+    await it.at_rest()
 
 
 @contextlib.asynccontextmanager

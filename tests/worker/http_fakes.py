@@ -117,6 +117,7 @@ class FakeService:
         self.known = {"live": 1}
         self.policy = "early"
         self.shape = {"dp": 1, "tp": 1, "cp": 1, "pp": 1}
+        self.load_balance_method = "follow_bootstrap_room"
         self.drained = ""
         self.quarantined = {("d1", 7): 3}  # pages by (decode instance, grant)
         self.healthy = True
@@ -156,9 +157,25 @@ class FakeService:
     def record(self, key: str) -> dict[str, Any] | None:
         return {"request": key, "phases": []} if key in self.known else None
 
+    @property
+    def live(self) -> int:
+        return len(self.known)
+
     def server_info(self) -> dict[str, Any]:
-        figures = {"jobs": len(self.known), "pages": {"free": 3}}
-        return {"stamp": "abc", "shape": self.shape, "policy": self.policy, "figures": figures}
+        return {
+            "role": self.role,
+            "disaggregation_mode": "null" if self.role == "aggregated" else self.role,
+            "disaggregation_bootstrap_port": self.default_bootstrap_port,
+            "served_model_name": self.model_name,
+            "model_path": self.model_name,
+            "tp_size": self.shape["tp"],
+            "dp_size": self.shape["dp"],
+            "load_balance_method": self.load_balance_method,
+            "limits": {"context_len": self.context_len, "max_prompt_tokens": self.max_prompt_tokens},
+            "stamp": "abc",
+            "shape": self.shape,
+            "figures": {"jobs": len(self.known), "pages": {"free": 3}},
+        }
 
     def metrics_text(self) -> str:
         return "# TYPE pdplane_pages gauge\npdplane_pages 3\n"

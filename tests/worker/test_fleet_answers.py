@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from pdplane.core.ids import PageId
 from pdplane.worker.engine import Sampling
 
 from .fake_engine import HALF_CHARACTER, first_token, next_token
-from .fleets import CHAT, COMPLETIONS, GENERATE, Talk, essence, events, fleet, texts, until
+from .fleets import GENERATE, Talk, chat, completion, essence, events, fleet, generate, texts, until
 from .http_fakes import EOS, ByteTokenizer
-
-
-def chat(text: str = "hello there", **more: Any) -> tuple[str, dict[str, Any]]:
-    return CHAT, {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24, **more}
-
-
-def completion(prompt: Any = "once upon a time", **more: Any) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"prompt": prompt, "temperature": 0, "max_tokens": 24, **more}
-
-
-def generate(text: Any = "once upon a time", **sampling: Any) -> tuple[str, dict[str, Any]]:
-    return GENERATE, {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 24, **sampling}}
-
 
 ASKED = {
     "chat": chat(),

@@ -10,8 +10,21 @@ import pytest
 from pdplane.core.pages import Page
 
 from .fake_engine import spec
-from .fleets import CHAT, COMPLETIONS, GENERATE, Fleet, Talk, client, fleet, pairing, texts, until
-from .test_fleet_answers import chat, completion, generate
+from .fleets import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    Fleet,
+    Talk,
+    chat,
+    client,
+    completion,
+    fleet,
+    generate,
+    pairing,
+    texts,
+    until,
+)
 
 BAD: dict[str, tuple[str, Any]] = {
     "malformed JSON": (CHAT, b'{"messages": ['),

@@ -12,8 +12,7 @@ from pdplane.core.events import Event, Tick
 from pdplane.core.pages import Page
 from pdplane.worker.background import task
 
-from .fleets import COMPLETIONS, Fleet, Member, Talk, fleet, member, pairing, until
-from .test_fleet_answers import completion
+from .fleets import COMPLETIONS, Fleet, Member, Talk, completion, fleet, member, pairing, until
 
 BODY = completion()[1]
 

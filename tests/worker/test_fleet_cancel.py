@@ -10,8 +10,7 @@ import pytest
 
 from pdplane.core.pages import Page
 
-from .fleets import CHAT, COMPLETIONS, Fleet, Talk, events, fleet, pairing, texts, until
-from .test_fleet_answers import completion
+from .fleets import CHAT, COMPLETIONS, Fleet, Talk, completion, events, fleet, pairing, texts, until
 
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 

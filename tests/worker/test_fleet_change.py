@@ -23,13 +23,26 @@ from pdplane.worker.engine import ModelSpec
 from pdplane.worker.server import TURN_S, serve
 
 from .fake_engine import RuleEngine, spec
-from .fleets import COMPLETIONS, HOST, Fleet, Member, Talk, client, events, fleet, member, pairing, texts, until
+from .fleets import (
+    BODY,
+    COMPLETIONS,
+    HOST,
+    QUICK,
+    Fleet,
+    Member,
+    Talk,
+    client,
+    completion,
+    events,
+    fleet,
+    free_port,
+    member,
+    pairing,
+    serves,
+    texts,
+    until,
+)
 from .http_fakes import ByteTokenizer
-from .test_fleet_answers import completion
-from .test_fleet_failures import QUICK, serves
-from .test_fleet_registry import free_port
-
-BODY = completion()[1]
 
 
 @contextlib.asynccontextmanager
@@ -91,6 +104,10 @@ async def refuses(it: Fleet, named: list[str]) -> None:
     decode, prefill = Talk(it.decode.url, straight), Talk(it.prefill.url, straight)
     answers = [await it.post(COMPLETIONS, BODY), await decode.answer()]
     await prefill.drop()
+    for one, other in ((it.prefill, it.decode), (it.decode, it.prefill)):
+        told = [each for each in one.shell.refused_sessions() if each["peer"] == other.shell.instance]
+        assert [each["code"] for each in told] == ["incompatible"]
+        assert all(word in told[0]["message"] for word in named), told
     for answer in answers:
         assert answer.status_code == 503, answer.text
         assert all(word in answer.text for word in named), answer.text

@@ -17,16 +17,20 @@ from pdplane.router import RouterConfig, RouterServer
 from pdplane.wire.control import encode
 
 from .fake_engine import spec
-from .fleets import COMPLETIONS, HOST, Fleet, Talk, fleet, member, pairing, texts, until
-from .test_fleet_answers import completion
-
-BODY = completion()[1]
-
-
-async def serves(it: Fleet) -> None:
-    assert texts(await it.post(COMPLETIONS, BODY)) == texts(await it.whole.post(COMPLETIONS, BODY))
-    await it.at_rest()
-
+from .fleets import (
+    BODY,
+    COMPLETIONS,
+    HOST,
+    QUICK,
+    Fleet,
+    Talk,
+    fleet,
+    member,
+    pairing,
+    serves,
+    texts,
+    until,
+)
 
 # --- engines ------------------------------------------------------------------------------------------------------
 
@@ -110,10 +114,11 @@ async def test_a_full_queue_is_a_429_with_retry_after(side: str) -> None:
 
 
 async def test_no_page_within_the_queues_limit_is_a_429_before_prefill_spends_time() -> None:
-    async with fleet(decode={"queue_limit_s": 0.2, "pool_mb": 1}, router={"retries": 0}) as it:
+    async with fleet(decode={"pool_mb": 1}, router={"retries": 0}) as it:
         it.decode.engine.allow = 0
         talks = [Talk(it.url, {**BODY, "prompt": "x" * 500, "max_tokens": 4}) for _ in range(2)]
         await until(lambda: len(it.prefill.engine.added) == 2)
+        it.decode.limit(queue_limit_s=0.2)
         assert (await it.post(COMPLETIONS, {**BODY, "prompt": "y" * 500})).status_code == 429
         assert len(it.prefill.engine.added) == 2
         it.decode.engine.allow = None
@@ -250,8 +255,6 @@ async def test_a_prefill_that_decode_is_not_allowed_to_ask_is_a_400() -> None:
 
 
 # --- workers that go and come back --------------------------------------------------------------------------------
-
-QUICK = {"beat_s": 0.1, "silent_s": 0.5, "grace_s": 0.2}
 
 
 async def test_a_prefill_that_comes_back_on_its_ports_is_another_instance_and_serves() -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from .fleets import COMPLETIONS, HOST, Member, Talk, client, member, texts, until
+from .fleets import COMPLETIONS, HOST, QUICK, Member, Talk, client, free_port, member, texts, until
 from .own_process import Process, own_process
-from .test_fleet_failures import QUICK
-from .test_fleet_registry import free_port
 
 TRANSPORTS = ["shm", "shm_push", "tcp"]
 LIMITS = {"drain_limit_s": 0.3, **QUICK}

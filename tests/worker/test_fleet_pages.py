@@ -11,8 +11,7 @@ import pytest
 from pdplane.core.pages import Page
 
 from .fake_engine import spec
-from .fleets import Fleet, Talk, essence, events, fleet, texts, until
-from .test_fleet_answers import completion
+from .fleets import Fleet, Talk, completion, essence, events, fleet, texts, until
 
 PAGE = 4  # tokens
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.worker import registration
 
-from .fleets import HOST, member, until
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+from .fleets import HOST, free_port, member, until
 
 
 async def test_a_prefill_is_not_ready_before_its_registry_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from .fleets import CHAT, COMPLETIONS, GENERATE, Fleet, Talk, client, essence, fleet, pairing, texts, until
-from .test_fleet_answers import completion
+from .fleets import CHAT, COMPLETIONS, GENERATE, Fleet, Talk, client, completion, essence, fleet, pairing, texts, until
 
 BODY = completion()[1]
 

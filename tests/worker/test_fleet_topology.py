@@ -12,8 +12,7 @@ from pdplane.core.layout import LayoutGroup
 from pdplane.transport import checksum
 
 from .fake_engine import spec
-from .fleets import COMPLETIONS, Fleet, Talk, essence, fleet, pairing, texts, until
-from .test_fleet_answers import completion
+from .fleets import COMPLETIONS, Fleet, Talk, completion, essence, fleet, pairing, texts, until
 
 TP = [(1, 2), (2, 1), (2, 4), (4, 1), (4, 4)]
 TRANSPORTS = ["shm", "shm_push", "tcp"]
@@ -249,7 +248,7 @@ async def test_a_client_that_leaves_in_any_phase_frees_every_page_on_every_rank(
 
 async def test_kv_that_nobody_fetches_is_held_for_a_term_and_then_given_back() -> None:
     both = {"decode_allocation_policy": "prefill_complete"}
-    settings = {"both": both, "prefill": {"hold_term_s": 0.1}, "router": {"retries": 0}}
+    settings = {"both": both, "prefill": {"hold_term_s": 1.0}, "router": {"retries": 0}}
     async with fleet(whole=True, model=spec(row_bytes=8 * 1024), **settings) as it:  # 128 tokens
         it.decode.engine.allow = 0
         first = Talk(it.url, completion("a" * 100, max_tokens=20)[1])

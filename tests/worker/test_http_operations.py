@@ -92,16 +92,17 @@ async def test_server_info_has_limits_and_what_routers_read(path: str) -> None:
     info = (await ask(FakeService("decode"), "GET", path)).json()
     assert info["disaggregation_mode"] == "decode"
     assert info["served_model_name"] == "tiny"
-    assert info["limits"] == {"context_tokens": 512, "prompt_tokens": 256}
+    assert info["limits"] == {"context_len": 512, "max_prompt_tokens": 256}
     assert info["stamp"] == "abc"
 
 
-async def test_the_sizes_are_there_under_the_fields_names_too() -> None:
+async def test_the_model_info_says_of_the_worker_what_the_server_info_says() -> None:
     service = FakeService("prefill")
     service.shape = {"dp": 2, "tp": 4, "cp": 1, "pp": 1}
+    service.load_balance_method = "total_requests"
     for path in ("/server_info", "/model_info"):
         info = (await ask(service, "GET", path)).json()
-        assert (info["dp_size"], info["tp_size"]) == (2, 4)
+        assert (info["dp_size"], info["tp_size"], info["load_balance_method"]) == (2, 4, "total_requests")
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])

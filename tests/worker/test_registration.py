@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,12 +15,14 @@ from pdplane.registry.client import RegistryClient, RegistryRefused
 from pdplane.registry.server import RegistryConfig, RegistryServer
 from pdplane.registry.table import RouteTable
 from pdplane.settings import BadSetting
-from pdplane.transport.contract import Endpoint
+from pdplane.wire.registry import RankEndpoint
 from pdplane.worker import registration
 from pdplane.worker.config import WorkerConfig
 from pdplane.worker.registration import Registered, registered
 from tests.registry.conftest import registration as registration_of_one
 from tests.registry.conftest import spied
+
+from .fleets import free_port, until
 
 SHAPE = Shape(dp=2, tp=2)
 PORTS = {rank: port for port, rank in enumerate(ranks_of(SHAPE), 5000)}
@@ -53,25 +54,13 @@ async def entry(
         yield entry
 
 
-async def until(seen: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not seen():  # noqa: ASYNC110  (the registry has no event for it)
-            await asyncio.sleep(0.002)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_an_embedded_registry_has_every_rank_before_it_is_spoken_of() -> None:
     async with entry() as it, RegistryClient(f"http://127.0.0.1:{it.bootstrap_port}") as client:
         status = await client.status()
         assert (status.ready, status.instance, status.expected) == (True, "p-1", 4)
         assert {each.rank: each.rank_port for each in status.registered} == PORTS
         assert {each.expires_in_s for each in status.registered} == {None}
-        assert await client.rank_endpoint(Rank(dp=1, tp=1)) == Endpoint("127.0.0.1", 5003)
+        assert await client.rank_endpoint(Rank(dp=1, tp=1)) == RankEndpoint("127.0.0.1", 5003)
 
 
 async def test_nobody_else_registers_at_an_embedded_registry() -> None:

@@ -23,6 +23,8 @@ MEANINGS = {
     ("prefill", "Sent"): "every page is at decode",
     ("prefill", "Draining"): "answered; a step or a write still touches its pages",
     ("prefill", "Gone"): "nothing of it is left here",
+    ("prefill", "finished"): "its own leg, after one token; how the request ended is decode's to say",
+    ("prefill", "freed"): "let go: free, or kept in the prefix cache",
     ("decode", "Queued"): "prefill's route or session is not known yet",
     ("decode", "Announced"): "prefill was asked to compute; nothing is reserved before it has",
     ("decode", "Allocating"): "announced; waits for pages",

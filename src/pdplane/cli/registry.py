@@ -21,13 +21,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog="example: PDPLANE_REGISTRY_WRITE_TOKEN=... pdplane registry --host 10.0.0.1",
     )
     settings.add_arguments(parser, RegistryConfig)
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     config = settings.load(RegistryConfig, vars(args))
-    set_up_logging(args.log_level)
+    set_up_logging(config.log_level)
     show_config("registry", config)
     run(serve(config))
     return 0

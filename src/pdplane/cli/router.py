@@ -22,7 +22,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog="example: pdplane router --prefill http://10.0.0.1:8100@8998 --decode http://10.0.0.2:8200",
     )
     settings.add_arguments(parser, RouterConfig)
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(run=main)
 
 
@@ -30,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     config = settings.load(RouterConfig, vars(args))
     if not (config.worker or (config.prefill and config.decode)):
         raise BadSetting("no workers: give at least one --prefill URL and one --decode URL (or --worker URL)")
-    set_up_logging(args.log_level)
+    set_up_logging(config.log_level)
     show_config("router", config)
     from pdplane.router.server import serve
 

@@ -142,12 +142,14 @@ class Acceptor:
     def _unfit(self, guest: Guest, hello: Hello) -> Cause | None:
         if not hmac.compare_digest(hello.secret.encode(), self._me.secret.encode()):
             text = "the shared secret of prefill and decode differs; start both with the same --secret"
-            return Cause("unauthorized", text, 503)  # not the client's key: no 401
+            return Cause("unauthorized", text, 503, retryable=True, side="decode")  # not the client's key: no 401
         if hello.dst not in ("", self._me.instance):
             return self._wrong_instance(hello.dst)
         if hello.protocol_max < OLDEST_PROTOCOL or hello.protocol_min > PROTOCOL_VERSION:
             ours, theirs = f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}", f"{hello.protocol_min} to {hello.protocol_max}"
-            return Cause("incompatible", f"protocol differs: prefill speaks {ours}, decode speaks {theirs}", 503)
+            return Cause(
+                "incompatible", f"protocol differs: prefill speaks {ours}, decode speaks {theirs}", 503, retryable=True
+            )
         if guest.hello and (guest.hello.src, guest.hello.rank) != (hello.src, hello.rank):
             return Cause("rebound", f"this session is {guest.hello.src}'s, rank {guest.hello.rank}", 400)
         spoken = min(hello.protocol_max, PROTOCOL_VERSION)

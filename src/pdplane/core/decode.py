@@ -346,6 +346,10 @@ class DecodeNode(Node):
         self._wind_progress(receiver.room)
         receiver.page_landed(link, set(pages).intersection(receiver.pages))
 
+    def granted_as(self, grant: GrantNo) -> Receiver | None:
+        """Whose grant this is, until its pages are free; None where it is nobody's (any more)."""
+        return self._by_grant.get(grant)
+
     def _granted_as(self, grant: GrantNo, what: str) -> Receiver | None:
         receiver = self._by_grant.get(grant)
         if receiver is None:

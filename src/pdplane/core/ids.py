@@ -84,6 +84,11 @@ class Link(msgspec.Struct, frozen=True, order=True):
         return f"{self.there} to {self.here}"
 
 
+def dp_of(room: Room, ranks: int) -> int:
+    """The data parallel rank that serves a room where its number decides: SGLang's follow_bootstrap_room."""
+    return room % ranks
+
+
 def room_named(text: str) -> Room | None:
     """The room whose number `text` is; None where it is no such number (of however many digits)."""
     if len(text) > len(str(MAX_ROOM)) or not (text.isascii() and text.isdecimal()):

@@ -96,7 +96,7 @@ def too_old(protocol: int, shape: Shape) -> Cause | None:
     if protocol >= 2 or shape.tp == shape.cp == shape.pp == 1:
         return None
     text = f"the session speaks protocol {protocol}, which knows no parts of pages, and one side has {shape}"
-    return Cause("incompatible", f"{text}; run the same release on both sides, or one rank", 503)
+    return Cause("incompatible", f"{text}; run the same release on both sides, or one rank", 503, retryable=True)
 
 
 def unrunnable(shape: Shape, side: str) -> Cause | None:
@@ -104,7 +104,13 @@ def unrunnable(shape: Shape, side: str) -> Cause | None:
     if shape.cp == shape.pp == 1:
         return None
     text = f"{side} has {shape}: workers here run data and tensor parallel ranks only"
-    return Cause("incompatible", f"{text}; start it with one context and one pipeline parallel rank", 503, side=side)
+    return Cause(
+        "incompatible",
+        f"{text}; start it with one context and one pipeline parallel rank",
+        503,
+        retryable=True,
+        side=side,
+    )
 
 
 _REMEDIES = {
@@ -123,7 +129,7 @@ _COMPARED = ("model", "weights", "tokenizer", "kv_dtype", "page_size", "policy",
 
 def _unfit(what: str, ours: str, theirs: str) -> Cause:
     text = f"{what} differs: prefill has {_cut(ours)}, decode has {_cut(theirs)}; {_REMEDIES[what]}"
-    return Cause("incompatible", text, 503)
+    return Cause("incompatible", text, 503, retryable=True)
 
 
 def _cut(value: str) -> str:

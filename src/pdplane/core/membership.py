@@ -18,7 +18,7 @@ from .effects import Effect, Lane, LookUp, LookUpRank
 from .errors import Cause, bad_request, unavailable
 from .events import ControlEndpoint, RankKnown, RouteKnown
 from .frames import Beat
-from .ids import ConnId, Instance, Link, Rank, Room, Shape
+from .ids import ConnId, Instance, Link, Rank, Room, Shape, dp_of
 from .layout import unrunnable
 from .session import Identity, Notice, SessionTimes
 from .slices import pairs, shard_bytes
@@ -220,7 +220,7 @@ class Membership:
                 want.ask_at = now
                 return None
             return self._missing(group, want.dp) if 0 <= want.dp < group.shape.dp else _no_such_rank(want.dp, group)
-        want.dp = room % group.shape.dp
+        want.dp = dp_of(room, group.shape.dp)
         if want.named not in (None, want.dp):
             text = f"disagg_prefill_dp_rank {want.named} contradicts room {room}, which is rank {want.dp}'s"
             remedy = f"of {group.shape.dp} there; leave the rank out, or take a room that is {want.named} modulo it"

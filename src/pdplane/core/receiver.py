@@ -231,7 +231,9 @@ class Receiver:
                 assert self.row is not None
                 self._node.out.append(AnswerRow(self.rid, self.row))
             case RA.PROVEN:
-                self._node.alarm(f"room {self.room}: the proof came, {len(self.pages)} quarantined pages are free again")
+                self._node.alarm(
+                    f"room {self.room}: the proof came, {len(self.pages)} quarantined pages are free again"
+                )
             case RA.UNPROVEN:
                 self._node.alarm(f"room {self.room}: {len(self.pages)} pages released by an operator, unproven")
             case _:

@@ -84,7 +84,7 @@ def no_transport(prefill: Sequence[DataEndpoint], decode: Sequence[DataEndpoint]
         ", ".join(f"{d.kind} on {d.where}" if d.where else d.kind for d in side) for side in (prefill, decode)
     )
     text = f"no transport in common: prefill has {ours or 'none'}, decode offers {theirs or 'none'}"
-    return Cause("incompatible", f"{text}; give both --transport tcp, or run both on one host", 503)
+    return Cause("incompatible", f"{text}; give both --transport tcp, or run both on one host", 503, retryable=True)
 
 
 def no_slice(prefill: Rank, prefill_shape: Shape, decode: Rank, decode_shape: Shape) -> Cause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from pdplane.core.ids import Rank
@@ -9,6 +10,10 @@ from pdplane.wire.registry import MAX_RANKS, PrefillRegistration
 
 from .refused import RouteRefused
 
+MAX_PAGE_SIZE = 2**20
+MAX_TEXT = 512
+
+_TEXTS = ("rank_ip", "kv_cache_dtype", "kv_layout", "load_balance_method", "pd_instance")
 _COMMON = (
     "attn_tp_size",
     "attn_cp_size",
@@ -37,12 +42,15 @@ def check_ranges(rank: PrefillRegistration) -> None:
         raise RouteRefused(400, f"a group of {ranks} ranks: the most is {MAX_RANKS}")
     if not 1 <= rank.rank_port <= 65_535 or not rank.rank_ip:
         raise RouteRefused(400, f"{rank.rank_ip!r}:{rank.rank_port} is no address of a rank")
-    if rank.page_size < 1:
-        raise RouteRefused(400, f"page_size {rank.page_size} is not at least 1")
+    if not 1 <= rank.page_size <= MAX_PAGE_SIZE:
+        raise RouteRefused(400, f"page_size {rank.page_size} is not from 1 to {MAX_PAGE_SIZE}")
     if rank.pd_instance == "":
         raise RouteRefused(400, "pd_instance is empty: leave it out or name the instance")
-    if rank.pd_ttl_s is not None and rank.pd_ttl_s <= 0:
-        raise RouteRefused(400, f"pd_ttl_s {rank.pd_ttl_s:g} is not over 0: leave it out or give seconds")
+    if rank.pd_ttl_s is not None and not 0 < rank.pd_ttl_s < math.inf:
+        raise RouteRefused(400, f"pd_ttl_s {rank.pd_ttl_s:g} is no number of seconds over 0: leave it out or give one")
+    for name in _TEXTS:
+        if len(text := getattr(rank, name) or "") > MAX_TEXT:
+            raise RouteRefused(400, f"{name} has {len(text)} characters: the most is {MAX_TEXT}")
 
 
 def check_agrees(

@@ -9,9 +9,8 @@ from typing import TypeVar
 import httpx
 
 from pdplane.core.ids import Rank, Room
-from pdplane.transport.contract import Endpoint
 from pdplane.wire import registry as wire
-from pdplane.wire.registry import PrefillRegistration, PrefillServerInfo, RegistryStatus
+from pdplane.wire.registry import PrefillRegistration, PrefillServerInfo, RankEndpoint, RegistryStatus
 
 TIMEOUT_S = 5.0
 
@@ -92,9 +91,8 @@ class RegistryClient:
     async def server_info(self) -> PrefillServerInfo:
         return self._read(PrefillServerInfo, await self._route(Rank(-1, -1, -1, -1)))
 
-    async def rank_endpoint(self, rank: Rank) -> Endpoint:
-        found = self._read(wire.RankEndpoint, await self._route(rank))
-        return Endpoint(found.rank_ip, found.rank_port)
+    async def rank_endpoint(self, rank: Rank) -> RankEndpoint:
+        return self._read(RankEndpoint, await self._route(rank))
 
     async def query_dp_ranks(self, rooms: Iterable[Room]) -> dict[Room, int]:
         """Unknown rooms are left out."""

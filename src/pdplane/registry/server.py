@@ -41,6 +41,7 @@ class RegistryConfig:
     room_ttl_s: float = setting(ROOM_TTL_S, "seconds (up to twice as many) that a room's dp rank is kept")
     max_rooms: int = setting(MAX_ROOMS, "rooms kept at most; the oldest half goes when it is full")
     keep_alive_s: float = setting(75.0, "seconds after which an idle connection is closed")
+    log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         """Raises BadSetting: who registers is where decodes send their requests' pages from."""
@@ -65,9 +66,9 @@ class RegistryServer:
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str | None = None, port: int | None = None) -> None:
+    async def start(self) -> None:
         """Listens when it returns. BadSetting where the address cannot be had."""
-        host, port = host or self.config.host, self.config.port if port is None else port
+        host, port = self.config.host, self.config.port
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self._connection, host, port)

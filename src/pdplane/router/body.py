@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pdplane.core.errors import Refused, bad_request
+from pdplane.wire.sampling import MAX_SAMPLES
 
 TOPOLOGY = (
     "bootstrap_host",
@@ -27,7 +28,6 @@ TOPOLOGY = (
 )
 """Stripped at the public edge; `rid` is kept as the client's label."""
 
-MAX_N = 128
 _UNSET = msgspec.UNSET
 _NO_RAW = msgspec.Raw(b"")
 _BARE = b"{ \t\r\n"  # what may stand before the last brace of an empty object
@@ -140,7 +140,7 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
         return
     if needed.sampling_params and _first(needed.sampling_params) == "{":
         n = _sampling.decode(needed.sampling_params).n
-    if n.__class__ is not int or not 1 <= n <= MAX_N:
+    if n.__class__ is not int or not 1 <= n <= MAX_SAMPLES:
         n = 1
     body.samples = prompts * n
     if body.samples > max_samples:

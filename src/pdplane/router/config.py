@@ -47,6 +47,7 @@ class RouterConfig:
     read_timeout_s: float = setting(60.0, "a client must have sent its whole request after this")
     stop_grace_s: float = setting(5.0, "how long running requests may go on when the router stops")
     records: int = setting(2048, "request records that are kept")
+    log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name in ("retries", "max_body_bytes", "max_inflight", "port"):

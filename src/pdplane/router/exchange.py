@@ -81,11 +81,9 @@ class Exchange:
         """Read the body, choose a pair, send both legs; or refuse."""
         router = self.router
         router.enter(self, self._record)
-        pair = router.pairing.choose()
         try:
             self._body = body = read_body(self._incoming.body, router.config.max_samples)
-            if pair is not None and body.prompt_tokens:
-                pair = fitting(body, pair, router.pairing)
+            pair = fitting(body, router.pairing)
         except Refused as refused:
             self._carry(self._machine.no_pair(refused.cause))
             return
@@ -220,10 +218,15 @@ class Exchange:
         self._carry(machine.pair_chosen(prefill.url if prefill is not None else None, pair.decode.url))
 
     def _again(self, effect: attempts.Choose) -> None:
-        failure = self._machine.failure
+        failure, body = self._machine.failure, self._body
         assert failure is not None
+        assert body is not None
         self._record.attempts[-1].cause = failure.cause
-        pair = self.router.pairing.choose(effect.excluded)
+        try:
+            pair = fitting(body, self.router.pairing, effect.excluded)
+        except Refused as refused:
+            self._carry(self._machine.no_pair(refused.cause))
+            return
         if pair is not None:
             self.router.metrics.retries[failure.cause.code] += 1
         self._chosen(pair)

@@ -81,6 +81,7 @@ class Watch:
         self._pairing = pairing
         self._tasks: list[asyncio.Task[None]] = []
         self._said: dict[str, str] = {}
+        self._told = 0  # refreshes of the pairing that are announced
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -92,7 +93,7 @@ class Watch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow(self, worker: Worker) -> None:
-        misses, known = 0, self._facts(worker)
+        misses = 0
         doubted = asyncio.Event()
         worker.doubt = doubted.set
         while True:
@@ -101,10 +102,8 @@ class Watch:
             misses = 0 if not why else misses + 1
             if not why or certain or misses > 1:
                 worker.reason = why
-            if (facts := self._facts(worker)) != known:
-                known = facts
-                self._pairing.refresh()
-                self._announce()
+            self._pairing.renew()
+            self._announce()
             interval_s = self._config.health_interval_s
             await self._rest(doubted, min(interval_s, SOON_S) if why else interval_s)
 
@@ -120,22 +119,14 @@ class Watch:
 
     def _announce(self) -> None:
         """Who leaves the service or comes back is logged once, with the reason; two that clash, with both values."""
+        if self._told == self._pairing.refreshes:
+            return
+        self._told = self._pairing.refreshes
         for worker in self._pairing.workers:
             why, said = self._pairing.why_out(worker), self._said.get(worker.url, "")
             if why != said and worker.last_heard and worker.reason != UNSEEN:
                 log.warning("%s %s is %s", worker.role, worker.url, f"out of service: {why}" if why else "in service")
                 self._said[worker.url] = why
-
-    @staticmethod
-    def _facts(worker: Worker) -> tuple[object, ...]:
-        return (
-            bool(worker.reason),
-            bool(worker.draining),
-            worker.instance,
-            worker.stamp,
-            worker.shape,
-            worker.transports,
-        )
 
     async def _look(self, worker: Worker) -> tuple[str, bool]:
         """(why it is out of service, certain): "" is in service. One timeout alone is not certain."""

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 class Pairing:
-    """Which workers may serve now; `refresh` after any worker changed, `choose` per attempt."""
+    """Which workers may serve now; `renew` or `refresh` after any worker changed, `choose` per attempt."""
 
     def __init__(
         self,
@@ -42,12 +42,24 @@ class Pairing:
         self._ready_prefills: tuple[Worker, ...] = ()
         self._ready_aggregated: tuple[Worker, ...] = ()
         self._only: Pair | None = None  # where there is but one pair
+        self._made_of: list[tuple[object, ...]] = []
+        self.refreshes = 0
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         return self.prefills + self.decodes + self.aggregated
 
+    def renew(self) -> None:
+        """Refreshes where something that pairs are made by has changed since."""
+        if self._facts() != self._made_of:
+            self.refresh()
+
+    def _facts(self) -> list[tuple[object, ...]]:
+        return [(not w.reason, not w.draining, w.instance, w.stamp, w.shape, w.transports) for w in self.workers]
+
     def refresh(self) -> None:
+        self._made_of = self._facts()
+        self.refreshes += 1
         ready = [decode for decode in self.decodes if decode.ready]
         for prefill in self.prefills:
             prefill.partners = tuple(d for d in ready if clash(prefill, d) is None) if prefill.ready else ()
@@ -81,15 +93,15 @@ class Pairing:
         if not self.workers:
             return "no worker is configured; give --prefill and --decode"
         lacks = []
-        groups = (("prefill", self.prefills), ("decode", self.decodes))
+        groups = {"prefill": self.prefills, "decode": self.decodes}
         if self._alone and not (self.prefills or self.decodes):
-            groups = (("aggregated worker", self.aggregated),)  # type: ignore[assignment]
-        for name, workers in groups:
+            groups = {"aggregated worker": self.aggregated}
+        for name, workers in groups.items():
             if not workers:
                 lacks.append(f"no {name} is configured; give --{name}")
             elif not any(worker.ready for worker in workers):
                 lacks.append(f"no {name} is ready: " + "; ".join(f"{w.url} {w.reason}" for w in workers))
-        return ". ".join(lacks) or "no compatible pair: " + "; ".join(self._clashes())
+        return ". ".join(lacks) or "no compatible pair: " + "; ".join([*self._clashes(), *self._out()])
 
     def not_ready(self) -> Cause:
         return unavailable("no_ready_pair", self.missing() or "no worker is left to try", side="router")
@@ -122,6 +134,9 @@ class Pairing:
             for d in self.decodes
             if p.ready and d.ready and (cause := clash(p, d)) is not None
         ]
+
+    def _out(self) -> list[str]:
+        return [f"{worker.url} {worker.reason}" for worker in self.prefills + self.decodes if not worker.ready]
 
 
 def clash(prefill: Worker, decode: Worker) -> Cause | None:

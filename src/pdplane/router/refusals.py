@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from pdplane.core.attempts import DECODE, PREFILL, Failure, retry_safe
 from pdplane.core.errors import Cause, Refused, bad_request
 
 from .body import Body
-from .pairing import Pair, Pairing
+from .pairing import NOBODY, Pair, Pairing
 from .upstream import Leg, WorkerAnswer
 from .worker import Worker
 
@@ -28,12 +30,14 @@ class _ErrorBody(msgspec.Struct):
 _error_body = msgspec.json.Decoder(_ErrorBody, strict=False)
 
 
-def fitting(body: Body, pair: Pair, pairing: Pairing) -> Pair:
-    """`pair` where it can hold the prompt, else another that can: token ids are counted here, before any leg is sent.
-    Raises Refused (400) where nobody can."""
+def fitting(body: Body, pairing: Pairing, barred: Collection[str] = NOBODY) -> Pair | None:
+    """A pair of workers other than `barred` (URLs) that can hold the prompt: token ids are counted here, before any leg
+    is sent. None where no pair is left; raises Refused (400) where there are, and none can hold it."""
     first: Cause | None = None
-    excluded: set[str] = set()
-    chosen: Pair | None = pair
+    chosen = pairing.choose(barred)
+    if not body.prompt_tokens:
+        return chosen
+    excluded = set(barred)
     while chosen is not None:
         over = _over_limit(body, chosen)
         if over is None:
@@ -42,8 +46,9 @@ def fitting(body: Body, pair: Pair, pairing: Pairing) -> Pair:
         first = first or cause
         excluded.add(worker.url)
         chosen = pairing.choose(excluded)
-    assert first is not None
-    raise Refused(first)
+    if first is not None:
+        raise Refused(first)
+    return None
 
 
 def _over_limit(body: Body, pair: Pair) -> tuple[Worker, Cause] | None:

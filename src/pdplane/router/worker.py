@@ -206,7 +206,7 @@ class Worker:
             "instance": self.instance,
             "model": self.model,
             "shape": msgspec.structs.asdict(self.shape),
-            "policy": self.policy,
+            "decode_allocation_policy": self.policy,
             "transports": self.transports,
             "bootstrap_port": self.bootstrap_port() if self.role == "prefill" else None,
             "limits": {"max_prompt_tokens": self.limits.max_prompt_tokens, "context_len": self.limits.context_len},

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from pdplane.core import acceptor, dialler
+from pdplane.core import layout
 from pdplane.core.decode import DecodeNode
 from pdplane.core.dialler import Dialler, DState
 from pdplane.core.effects import AbortEngine, CancelMoves
@@ -202,8 +202,7 @@ def ack_of_the_dead(stack: ExitStack) -> None:
 
 def any_model(stack: ExitStack) -> None:
     """Nobody compares what the two sides serve."""
-    for module in (acceptor, dialler):
-        swap(stack, module, "mismatch", lambda prefill, decode: None)
+    swap(stack, layout, "mismatch", lambda prefill, decode: None)
 
 
 def teardown_trusted(stack: ExitStack) -> None:

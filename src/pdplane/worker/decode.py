@@ -25,7 +25,7 @@ from pdplane.core.effects import (
 from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, LegArrived, OperatorRelease, RankKnown, RouteFailed, RouteKnown
 from pdplane.core.ids import GrantNo, Room
-from pdplane.core.pages import Owner, Page
+from pdplane.core.pages import Owner, Page, grant_of
 from pdplane.core.session import Identity
 from pdplane.observe.grants import LinkRecord
 from pdplane.observe.records import LegRecord
@@ -50,7 +50,6 @@ class DecodeShell(PairedShell[DecodeNode]):
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
         """Raises BadSetting where pages cannot arrive as asked."""
         super().__init__(parts)
-        self.default_bootstrap_port = config.bootstrap_port
         self._allowed = frozenset(config.prefill_allow)
         self._lookups = Lookups(
             policy=config.decode_allocation_policy, page_size=parts.model.page_size, kv_dtype=parts.model.kv_dtype
@@ -77,7 +76,7 @@ class DecodeShell(PairedShell[DecodeNode]):
 
     def _arrival(self, generation: Generation, deadline: float) -> Event:
         assert generation.room is not None
-        host, port = generation.bootstrap_host, generation.bootstrap_port
+        host = generation.bootstrap_host
         if self._allowed and host not in self._allowed:
             raise Refused(
                 bad_request(
@@ -94,7 +93,7 @@ class DecodeShell(PairedShell[DecodeNode]):
             prompt=generation.prompt_id,
             max_new=generation.sampling.max_tokens,
             deadline=deadline,
-            address=f"{bracketed(host)}:{port or self.default_bootstrap_port}",
+            address=f"{bracketed(host)}:{generation.bootstrap_port}",
             priority=generation.priority,
             dp_rank=generation.prefill_dp_rank,
         )
@@ -177,7 +176,7 @@ class DecodeShell(PairedShell[DecodeNode]):
         return self.node.ledger.held_by(self.node.owner_of(record.rid))
 
     def _note_grant(self, armed: ArmGrant) -> None:
-        receiver = next((one for one in self.node.rooms.live.values() if one.grant == armed.grant), None)
+        receiver = self.node.granted_as(armed.grant)
         if receiver is None:
             return
         record = self.grants.granted(receiver.room, self.instance, armed.grant, len(armed.pages))
@@ -186,9 +185,9 @@ class DecodeShell(PairedShell[DecodeNode]):
             record.links[lane.link] = LinkRecord(here, there, lane.kind, lane.slice.size_bytes)
 
     def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
-        grant = int(owner.removeprefix("grant "))
+        grant = grant_of(owner)
         told = {**super()._quarantine(owner, pages), "grant": grant}
-        receiver = next((one for one in self.node.rooms.live.values() if one.grant == grant), None)
+        receiver = None if grant is None else self.node.granted_as(grant)
         if receiver is None:
             return told
         holders = [str(link.there) for link in receiver.holders]

@@ -1,7 +1,7 @@
 """The engine contract: what a worker needs of whatever computes. Message-shaped, so that an engine can be a process.
 
 The worker owns the pages, the engine only indexes into them. After the output that carries `finish` the engine
-touches the request's pages no more: that output is the "own completion" proof of core/proofs.py.
+touches the request's pages no more: that output is the "own completion" proof (docs/protocol.md).
 """
 
 from __future__ import annotations

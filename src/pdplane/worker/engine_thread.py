@@ -198,13 +198,13 @@ class EngineThread:
                 if rid in self._samples:
                     self._engine.extend(rid, pages)
             case _Retract(rid, pages):
-                self._lay_aside(rid, pages)
+                self._retract(rid, pages)
             case _Restore(rid, pages):
-                self._put_back(rid, pages)
+                self._restore(rid, pages)
             case _Finish(rid):
                 self._end_early(rid)
 
-    def _lay_aside(self, rid: Rid, pages: Sequence[PageId]) -> None:
+    def _retract(self, rid: Rid, pages: Sequence[PageId]) -> None:
         sample = self._pick_up(rid)
         if sample is None:
             return
@@ -216,7 +216,7 @@ class EngineThread:
                 self._send([Emission(rid=rid, retracted=sample.computed)])
         self._put_down()
 
-    def _put_back(self, rid: Rid, pages: Sequence[PageId]) -> None:
+    def _restore(self, rid: Rid, pages: Sequence[PageId]) -> None:
         sample = self._pick_up(rid)
         if sample is None:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from pdplane.core.errors import Cause, Refused, aborted, bad_request
-from pdplane.core.ids import GrantNo, Instance, Rid, Room
+from pdplane.core.ids import GrantNo, Instance, Rid, Room, dp_of
 from pdplane.core.node import Node
 
 from . import facts
@@ -73,7 +73,7 @@ class Group(Generic[S]):
         rank, count = generation.dp_rank, len(self.shells)
         if rank is not None and not 0 <= rank < count:
             text = f"data parallel rank {rank} is not here: this {self.role} worker has {count}, numbered from 0"
-            raise Refused(bad_request(text, code="rank_mismatch", param="routed_dp_rank", side=self.role))
+            raise Refused(bad_request(text, code="no_such_rank", param="routed_dp_rank", side=self.role))
 
     def _shell_of(self, generation: Generation) -> S:
         """A rid in use goes to whoever uses it, to be refused there."""
@@ -114,6 +114,10 @@ class Group(Generic[S]):
         self.waits_for = what
 
     @property
+    def live(self) -> int:
+        return len(self.jobs)
+
+    @property
     def jobs(self) -> list[Rid]:
         """Requests under way, of all groups."""
         return [rid for shell in self.shells for rid in shell.jobs]
@@ -128,10 +132,6 @@ class Group(Generic[S]):
         """Ends everything with an explicit error: the process is about to go."""
         for shell in self.shells:
             shell.cut(reason)
-
-    async def stop(self) -> None:
-        for shell in self.shells:
-            await shell.stop()
 
     def release(self, instance: str, grant: int) -> int:
         """Only decode grants."""
@@ -170,25 +170,25 @@ class PrefillGroup(Group[PrefillShell]):
         """A decode that waits for this leg hears why, at the rank at which it will ask."""
         dp = self._knows(room)
         if dp is None:
-            dp = 0 if self._by_load else room % len(self.shells)
+            dp = 0 if self._by_load else dp_of(room, len(self.shells))
             self._tell(room, dp)
         self.shells[dp].leg_refused(room, cause)
 
     def _check_rank(self, generation: Generation) -> None:
         super()._check_rank(generation)
         rank, room = generation.dp_rank, generation.room
-        if rank is None or room is None or self._by_load or rank == room % len(self.shells):
+        if rank is None or room is None or self._by_load or rank == (own := dp_of(room, len(self.shells))):
             return
         text = (
             f"data parallel rank {rank} contradicts bootstrap_room {room}: with --load-balance-method "
-            f"follow_bootstrap_room its rank of {len(self.shells)} is {room % len(self.shells)}"
+            f"follow_bootstrap_room its rank of {len(self.shells)} is {own}"
         )
         raise Refused(bad_request(text, code="rank_contradiction", param="routed_dp_rank", side=self.role))
 
     def _dp_of(self, generation: Generation) -> int:
         assert generation.room is not None
         if not self._by_load:
-            return generation.room % len(self.shells)
+            return dp_of(generation.room, len(self.shells))
         dp = super()._dp_of(generation)
         self._tell(generation.room, dp)
         return dp

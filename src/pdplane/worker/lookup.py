@@ -100,7 +100,7 @@ class Lookups:
         async def endpoint(rank: Rank) -> tuple[Rank, ControlEndpoint]:
             async with turns:
                 found = await _answered(registry.rank_endpoint(rank))
-            return rank, ControlEndpoint(found.host, found.port)
+            return rank, ControlEndpoint(found.rank_ip, found.rank_port)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -206,4 +206,4 @@ def _named(ranks: list[Rank]) -> str:
 
 
 def _incompatible(text: str) -> Refused:
-    return Refused(Cause("incompatible", text, 503, side="decode"))
+    return Refused(Cause("incompatible", text, 503, retryable=True, side="decode"))

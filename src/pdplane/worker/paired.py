@@ -11,7 +11,7 @@ from pdplane.core.decode import DecodeNode
 from pdplane.core.events import ConnLost, Event, FrameIn
 from pdplane.core.frames import Beat, Frame
 from pdplane.core.ids import ConnId, Room
-from pdplane.core.pages import Owner
+from pdplane.core.pages import grant_owner
 from pdplane.core.prefill import PrefillNode
 from pdplane.observe.grants import GrantBook, describe
 
@@ -38,8 +38,7 @@ class PairedShell(Shell[N], Generic[N]):
     def grants_of(self, room: Room | None) -> list[dict[str, Any]]:
         held = self.node.ledger.held_by
         return [
-            {**describe(grant), "held_pages": held(Owner(f"grant {grant.grant}"))}
-            for grant in self.grants.of_room(room)
+            {**describe(grant), "held_pages": held(grant_owner(grant.grant))} for grant in self.grants.of_room(room)
         ]
 
     def peers(self) -> list[dict[str, Any]]:

@@ -88,6 +88,9 @@ class PrefillShell(PairedShell[PrefillNode]):
             self.never_ran(effect.rid)
             return
         job.cached_tokens = effect.cached_tokens
+        if effect.cached_tokens:
+            hit = f"{effect.cached_tokens} of {len(job.generation.prompt)} prompt tokens were in the prefix cache"
+            self.jobs.records.note(effect.rid, self._loop.time(), "cached", hit)
         request = EngineRequest(
             rid=effect.rid,
             prompt=job.generation.prompt,
@@ -103,8 +106,7 @@ class PrefillShell(PairedShell[PrefillNode]):
         if emission.computed:
             self.post(Computed(rid=rid, tokens=emission.computed))
         if emission.tokens and emission.finish not in ("abort", "error"):
-            job = self.jobs.get(rid)
-            self.post(sampled(rid, emission.tokens[0], emission.ended, job.cached_tokens if job else 0))
+            self.post(sampled(rid, emission.tokens[0], emission.ended))
         if emission.released:
             self.post(Released(rid=rid, error=emission.error))
 
@@ -137,12 +139,11 @@ class PrefillShell(PairedShell[PrefillNode]):
         }
 
 
-def sampled(rid: Rid, token: Token, ended: str | None, cached_tokens: int) -> Sampled:
+def sampled(rid: Rid, token: Token, ended: str | None) -> Sampled:
     return Sampled(
         rid=rid,
         token=token.id,
         logprob=token.logprob,
         top_logprobs=token.top,
-        cached_tokens=cached_tokens,
         ended=ended,
     )

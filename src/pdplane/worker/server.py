@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import msgspec
 import uvicorn
@@ -45,15 +44,6 @@ TURN_S = 0.0005
 LAST_WORDS_S = 0.1  # the cut streams' error events are written in this time
 CONNECTIONS_END_S = 2
 ENGINE_ENDS_S = 5.0
-
-
-@runtime_checkable
-class Shared(Protocol):
-    """An engine whose weights serve several dp groups."""
-
-    def sibling(self) -> Engine:
-        """Another engine over the same weights, for pools of its own."""
-        ...
 
 
 async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
@@ -99,11 +89,7 @@ async def running(
 
 
 def engines_of(engine: Engine, count: int) -> list[Engine]:
-    """One engine for each dp group. Raises BadSetting where this engine cannot be had more than once."""
-    if count == 1:
-        return [engine]
-    if not isinstance(engine, Shared):
-        raise BadSetting(f"--dp {count}: this engine cannot share its weights; give --dp 1 and start more workers")
+    """One engine for each dp group, over the same weights."""
     return [engine, *(engine.sibling() for _ in range(count - 1))]
 
 

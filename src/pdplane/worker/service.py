@@ -123,6 +123,11 @@ class Service(Protocol):
     default_bootstrap_port: int | None
     policy: str  # decode allocation policy
 
+    @property
+    def live(self) -> int:
+        """Requests under way."""
+        ...
+
     def submit(self, batch: Sequence[Generation]) -> list[Stream]:
         """All of the batch or none: raises Refused (400 over a limit, 409 duplicate room, 429 busy, 503 draining)."""
         ...

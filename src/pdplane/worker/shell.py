@@ -31,7 +31,7 @@ from pdplane.core.effects import (
     RetractEngine,
     SessionRefused,
 )
-from pdplane.core.errors import Cause, Refused, aborted, unavailable
+from pdplane.core.errors import Cause, Refused, aborted, duplicate_rid, unavailable
 from pdplane.core.events import Cancel, Computed, Drain, Event, Released, Retracted, Tick
 from pdplane.core.ids import Instance, Rid, Room
 from pdplane.core.layout import Stamp
@@ -207,8 +207,7 @@ class Shell(Generic[N]):
             return stream
         now = self._loop.time()
         if self.uses(generation.rid):
-            text = f"rid {generation.rid!r} is in use; every attempt needs one of its own"
-            stream.fail(Cause("duplicate_rid", text, 409, side=self.role))
+            stream.fail(duplicate_rid(generation.rid, self.role))
             return stream
         try:
             arrival = self._arrival(generation, now + generation.deadline_s)

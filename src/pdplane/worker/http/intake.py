@@ -25,9 +25,9 @@ from .answers import Answer, Heading
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .generate import GenerateAnswer
-from .pairing import Seat, Side, name_samples
+from .pairing import SampleName, Side, name_samples
 from .prompts import Prompt, check_length, check_text, conversation, tokens_of
-from .ranks import check_policy, ranks_of
+from .ranks import check_policy, named_ranks
 
 MAX_SAMPLES_AT_ONCE = 1024
 
@@ -67,13 +67,13 @@ def read_job(endpoint: str, body: bytes, request_id: str | None, service: Servic
     prompts = [_known(prompt, service) for prompt in wanted.prompts]
     samplings = [_sampling(ask, len(known.ids), service) for ask, known in zip(wanted.asks, prompts, strict=True)]
     n, fields = wanted.asks[0].n, wanted.fields
-    ranks = ranks_of(fields, service.role)
+    ranks = named_ranks(fields, service.role)
     named = name_samples(fields, len(prompts) * n, request_id, Side(service.role, service.default_bootstrap_port))
     if service.role != "aggregated":
         check_policy(fields.decode_allocation_policy, service.policy)
     generations = [
-        _generation(i, named.seats[i], named.request_id, prompts[i // n], samplings[i // n], wanted.asks[i // n], i % n)
-        for i in range(len(prompts) * n)
+        _generation(i, name, named.request_id, prompts[i // n], samplings[i // n], wanted.asks[i // n], i % n)
+        for i, name in enumerate(named.samples)
     ]
     for generation in generations:
         generation.dp_rank, generation.prefill_dp_rank = ranks
@@ -176,22 +176,22 @@ def _sampling(ask: Ask, prompt_tokens: int, service: Service) -> Sampling:
 
 
 def _generation(
-    index: int, seat: Seat, request_id: str, prompt: _Known, sampling: Sampling, ask: Ask, sample: int
+    index: int, name: SampleName, request_id: str, prompt: _Known, sampling: Sampling, ask: Ask, sample: int
 ) -> Generation:
     """Sample k of a seeded request has the seed + k: the same on both legs, another for every sample."""
     if sampling.seed is not None and sample:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + sample) % 2**63)
     return Generation(
-        rid=seat.rid,
+        rid=name.rid,
         request_id=request_id,
         prompt=prompt.ids,
         prompt_id=prompt.id,
         page_keys=prompt.page_keys,
         sampling=sampling,
         stop=ask.stop,
-        room=seat.room,
-        bootstrap_host=seat.host,
-        bootstrap_port=seat.port,
+        room=name.room,
+        bootstrap_host=name.host,
+        bootstrap_port=name.port,
         index=index,
         skip_special_tokens=ask.skip_special_tokens,
         include_stop_str=ask.include_stop_str,

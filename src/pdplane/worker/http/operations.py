@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +23,12 @@ from .receiving import ClientGone, read_body
 from .settings import HttpSettings
 
 ABORT_BODY_BYTES = 1024 * 1024
+MAX_CODE, MAX_MESSAGE = 64, 512
+IDENTITY = (
+    *("role", "disaggregation_mode", "disaggregation_bootstrap_port", "served_model_name", "model_path"),
+    *("tp_size", "dp_size", "load_balance_method", "limits"),
+)
+"""What of /server_info the field's routers read of a worker's model when they meet it."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -93,13 +99,13 @@ class Operations:
         return json_response({"status": "ok", "generated": generated, **facts})
 
     async def server_info(self, request: Request) -> Response:
-        info = self._service.server_info()
-        return json_response(self._identity(info) | info)
+        return json_response(self._service.server_info())
 
     async def model_info(self, request: Request) -> Response:
         service = self._service
+        info = service.server_info()
         return json_response(
-            self._identity(service.server_info())
+            {name: info[name] for name in IDENTITY}
             | {
                 "tokenizer_path": service.model_name,
                 "is_generation": True,
@@ -160,24 +166,6 @@ class Operations:
         name = self._service.model_name
         return Model(id=name, root=name, max_model_len=self._service.context_len)
 
-    def _identity(self, info: dict[str, Any]) -> dict[str, object]:
-        """What the field's routers read of a worker when they meet it. `info`: its own words, for the sizes."""
-        service, shape = self._service, info.get("shape", {})
-        return {
-            "role": service.role,
-            "disaggregation_mode": "null" if service.role == "aggregated" else service.role,
-            "disaggregation_bootstrap_port": service.default_bootstrap_port,
-            "served_model_name": service.model_name,
-            "model_path": service.model_name,
-            "tp_size": shape.get("tp", 1),
-            "dp_size": shape.get("dp", 1),
-            "load_balance_method": "follow_bootstrap_room",
-            "limits": {
-                "context_tokens": service.context_len,
-                "prompt_tokens": min(service.max_prompt_tokens, service.context_len - 1),
-            },
-        }
-
 
 def _cause(told: AbortCause | None) -> Cause | None:
-    return Cause(told.code[:64], told.message[:512], CLIENT_CLOSED, side="router") if told else None
+    return Cause(told.code[:MAX_CODE], told.message[:MAX_MESSAGE], CLIENT_CLOSED, side="router") if told else None

@@ -6,7 +6,6 @@ They are for loopback; from elsewhere they need the admin key, and without one s
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 
 import msgspec
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdplane.core.errors import Cause, Refused
+from pdplane.wire.address import is_loopback
 from pdplane.wire.body import convert, decode_object, invalid
 
 from ..service import Service
@@ -53,7 +53,7 @@ class Operator:
         reason = (asked.reason or "").strip()[:MAX_TEXT] or f"an operator drains this {self._service.role} worker"
         log.warning("asked to drain: %s", reason)
         self._service.drain(reason)
-        return json_response({"draining": True, "live": self._live()})
+        return json_response({"draining": True, "live": self._service.live})
 
     async def release(self, request: Request) -> Response:
         """Quarantined pages of one grant become free without a proof: how many; 0 is a visible nothing."""
@@ -92,16 +92,3 @@ class Operator:
         if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             message = f"the admin key for {path} is missing or wrong; send the worker's --admin-key as a bearer token"
             raise Refused(Cause("invalid_admin_key", message, 401))
-
-    def _live(self) -> int:
-        return int(self._service.server_info()["figures"]["jobs"])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a peer's address is this machine's own loopback; an IPv4 one may come mapped into IPv6."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback

@@ -32,7 +32,7 @@ class Side(NamedTuple):
         return self.role != "aggregated"
 
 
-class Seat(NamedTuple):
+class SampleName(NamedTuple):
     rid: Rid
     room: Room | None = None
     host: str = ""
@@ -41,7 +41,7 @@ class Seat(NamedTuple):
 
 class Named(NamedTuple):
     request_id: str
-    seats: list[Seat]
+    samples: list[SampleName]
 
 
 def name_samples(fields: LegFields, count: int, label: str | None, side: Side) -> Named:
@@ -49,11 +49,11 @@ def name_samples(fields: LegFields, count: int, label: str | None, side: Side) -
     bootstrap fields."""
     request, rids = _rids(fields.rid, count, label)
     if not side.paired:
-        return Named(request, [Seat(rid) for rid in rids])
+        return Named(request, [SampleName(rid) for rid in rids])
     rooms = _rooms(fields.bootstrap_room, count, side.role)
     hosts = [_host(value, side.role) for value in _spread(fields.bootstrap_host, count, "bootstrap_host")]
     ports = [_port(value, side.default_port) for value in _spread(fields.bootstrap_port, count, "bootstrap_port")]
-    return Named(request, [Seat(*seat) for seat in zip(rids, rooms, hosts, ports, strict=True)])
+    return Named(request, [SampleName(*name) for name in zip(rids, rooms, hosts, ports, strict=True)])
 
 
 def _rids(given: object, count: int, label: str | None) -> tuple[str, list[Rid]]:

@@ -15,7 +15,7 @@ class Ranks(NamedTuple):
     prefill: int | None = None
 
 
-def ranks_of(fields: LegFields, role: str) -> Ranks:
+def named_ranks(fields: LegFields, role: str) -> Ranks:
     """Raises Refused (400): negative, or two names that contradict each other. A prefill is itself the prefill whose
     rank is named, so that one body can serve both legs."""
     own, prefill = fields.own_rank(), fields.prefill_rank()
