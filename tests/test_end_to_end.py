@@ -113,7 +113,7 @@ SIZES = {
 }
 
 
-async def test_fleets_of_every_size_give_the_same_text_and_a_drained_decode_ends_well(tmp_path: Path) -> None:
+async def test_fleets_of_every_size_give_the_same_text_and_outlive_the_drain_of_their_decode(tmp_path: Path) -> None:
     told = {}
     for name, flags in SIZES.items():
         async with up(tmp_path, *flags) as (process, url):
@@ -123,7 +123,11 @@ async def test_fleets_of_every_size_give_the_same_text_and_a_drained_decode_ends
             async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
                 [decode] = (await http.get(f"{url}/server_info")).json()["decode"]
                 assert (await http.post(f"{decode}/drain")).json()["draining"]
-            seen = await lines_until(process, "what is left cannot serve")
-            assert "decode: nothing is left" in seen
-            assert "ended: exit code 0" in seen
+                seen = await lines_until(process, "drained: no decode is left")
+                assert "decode: nothing is left" in seen
+                assert "ended: exit code 0" in seen
+                answer = await http.post(f"{url}/v1/completions", json={"prompt": "hello"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_ready_pair")
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
     assert told["equal"] == told["unequal, over shm_push"] == told["unequal, over tcp"]

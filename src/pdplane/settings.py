@@ -43,6 +43,12 @@ def flag_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def check_token(field_name: str, value: str) -> None:
+    """What goes into a header is printable ASCII. Raises BadSetting, which does not show the value."""
+    if not (value.isascii() and value.isprintable()):
+        raise BadSetting(f"{flag_of(field_name)} has characters beyond printable ASCII; give letters, digits and signs")
+
+
 def env_of(config: type[Any], field_name: str) -> str:
     command = config.__name__.removesuffix("Config").upper()
     return f"PDPLANE_{command}_{field_name.upper()}"

@@ -190,6 +190,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["router", "--worker", "http://127.0.0.1:1", "--retries", "-1"], ["retries", "-1"]),
     (["registry", "--port", "70000"], ["70000"]),
     (["registry", "--host", "10.0.0.1"], ["10.0.0.1", "--write-token", "--allow-insecure"]),
+    (["registry", "--write-token", "schlüssel"], ["--write-token", "ASCII"]),
     (["registry", "--room-ttl-s", "nan"], ["--room-ttl-s", "nan"]),
     (["router", "--worker", "http://127.0.0.1:1", "--request-timeout-s", "inf"], ["--request-timeout-s", "inf"]),
     (["up", "--request-timeout-s", "nan"], ["--request-timeout-s", "nan"]),

@@ -190,6 +190,20 @@ async def test_a_rank_that_contradicts_the_room_is_a_400_on_both_sides_naming_bo
         assert all(engine.added == [] for one in it.members for engine in one.engines)
 
 
+async def test_legs_that_name_two_ranks_of_one_prefill_are_told_at_once_that_they_contradict() -> None:
+    async with fleet(prefill={"dp": 2, "load_balance_method": "total_requests"}, decode={}) as it:
+        body = {**completion("x")[1], **pairing(it, 7)}
+        waiting = asyncio.ensure_future(it.prefill.post(COMPLETIONS, {**body, "routed_dp_rank": 1}))
+        answer = await it.decode.post(COMPLETIONS, {**body, "disagg_prefill_dp_rank": 0})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "rank_contradiction"
+        assert "room 7 was taken by data parallel rank 1" in answer.json()["error"]["message"]
+        waiting.cancel()  # as a router ends the leg of an attempt that has failed
+        await asyncio.gather(waiting, return_exceptions=True)
+        await it.at_rest()
+        assert all(engine.added == [] for one in it.members for engine in one.engines)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_rank_that_is_not_there_is_a_400(side: str) -> None:
     async with fleet(prefill={"dp": 2}, decode={"dp": 2}) as it:

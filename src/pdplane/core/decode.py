@@ -351,7 +351,7 @@ class DecodeNode(Node):
         return self._by_grant.get(grant)
 
     def _granted_as(self, grant: GrantNo, what: str) -> Receiver | None:
-        receiver = self._by_grant.get(grant)
+        receiver = self.granted_as(grant)
         if receiver is None:
             self.count("late", what)
         return receiver

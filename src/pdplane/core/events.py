@@ -186,7 +186,6 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     token: int
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
-    cached_tokens: int = 0
     ended: str | None = None
 
 

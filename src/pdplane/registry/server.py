@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from pdplane.core.ids import Room
-from pdplane.settings import BadSetting, setting
+from pdplane.settings import BadSetting, check_token, setting
 from pdplane.wire.address import is_loopback, url_of
 
 from .http import HttpConnection
@@ -45,6 +45,7 @@ class RegistryConfig:
 
     def __post_init__(self) -> None:
         """Raises BadSetting: who registers is where decodes send their requests' pages from."""
+        check_token("write_token", self.write_token)
         if not (self.write_token or self.allow_insecure or is_loopback(self.host)):
             raise BadSetting(
                 f"--host {self.host} is not loopback: whoever reaches it could register as the prefill. Give it "

@@ -43,7 +43,7 @@ from pdplane.core.node import Limits
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.core.slices import shard_bytes
-from pdplane.transport.contract import Pair
+from pdplane.transport.contract import Pairs
 from pdplane.transport.memory import MemoryFabric, MemoryLanding, MemoryMover
 from pdplane.transport.pool import PagePool
 
@@ -284,7 +284,7 @@ class Process:
             case ConnectData(link, endpoint, part):
                 self.movers[link.here].connect(link.there, endpoint, part)
             case MovePages(move, grant, link, src, dst):
-                pairs = [Pair(*pair) for pair in zip(src, dst, strict=True)]
+                pairs = Pairs(src, dst)
                 self.movers[link.here].move(move, grant, link.there, pairs)
                 self.world.posted(self)
             case CancelMoves(grant, link):

@@ -8,7 +8,7 @@ from pdplane.core.ids import Rank, Shape
 from pdplane.core.layout import EARLY, PREFILL_COMPLETE
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
-from pdplane.settings import BadSetting, flag_of, setting
+from pdplane.settings import BadSetting, check_token, flag_of, setting
 from pdplane.wire.address import WILDCARDS, is_http_url, is_loopback
 from pdplane.wire.registry import FOLLOW_ROOM
 
@@ -98,7 +98,8 @@ class WorkerConfig(HttpSettings):
             self._check(name, least=0)
         self._check_shape()
         self._check_ports()
-        self._check_tokens()
+        for name in ("secret", "registry_token", "admin_key"):
+            check_token(name, getattr(self, name))
         self._check_registry()
         self._check_transports()
         if self.silent_s <= self.beat_s:
@@ -133,13 +134,6 @@ class WorkerConfig(HttpSettings):
                     f"{flag_of(name)} {base}: {self.dp * self.tp} ranks count up from it, beyond port {MAX_PORT}; "
                     f"give {highest} or less"
                 )
-
-    def _check_tokens(self) -> None:
-        """They go into headers, whose bytes are ASCII. The values are never shown."""
-        for name in ("secret", "registry_token", "admin_key"):
-            value = getattr(self, name)
-            if not (value.isascii() and value.isprintable()):
-                raise BadSetting(f"{flag_of(name)} has characters beyond printable ASCII; give letters, digits, signs")
 
     def _check_registry(self) -> None:
         if self.registry and not is_http_url(self.registry):

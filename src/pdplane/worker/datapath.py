@@ -22,7 +22,7 @@ from pdplane.core.effects import (
 from pdplane.core.events import Event, GrantQuiet, MoveDone, PagesLanded, TornDown
 from pdplane.core.frames import DataEndpoint
 from pdplane.core.ids import GrantNo, Instance, Link, MoveNo, PageId, Rank, Seat
-from pdplane.transport.contract import LandedCallback, Landing, Mover, Pair, QuietCallback, WroteCallback
+from pdplane.transport.contract import LandedCallback, Landing, Mover, Pairs, QuietCallback, WroteCallback
 from pdplane.transport.pool import PagePool
 
 Post = Callable[[Event], None]
@@ -72,7 +72,7 @@ class Movers:
             case MovePages(move, grant, link, src, dst):
                 if (mover := self._of(link)) is None:
                     return [MoveDone(move, f"{link} is not connected")]
-                mover.move(move, grant, link.there, [Pair(s, d) for s, d in zip(src, dst, strict=True)])
+                mover.move(move, grant, link.there, Pairs(src, dst))
             case CancelMoves(grant, link):
                 if mover := self._of(link):
                     mover.cancel(grant, link.there)

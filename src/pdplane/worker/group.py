@@ -86,8 +86,9 @@ class Group(Generic[S]):
         return self._least_loaded() if generation.dp_rank is None else generation.dp_rank
 
     def _knows(self, room: Room) -> int | None:
-        """The group that has, or had, this room."""
-        return next((dp for dp, shell in enumerate(self.shells) if shell.knows(room)), None)
+        """The group that has this room, else one that had it."""
+        known = [dp for dp, shell in enumerate(self.shells) if shell.knows(room)]
+        return next((dp for dp in known if self.shells[dp].has(room)), known[0] if known else None)
 
     def _least_loaded(self) -> int:
         """By requests under way; the lowest rank of equals."""
@@ -191,7 +192,16 @@ class PrefillGroup(Group[PrefillShell]):
             return dp_of(generation.room, len(self.shells))
         dp = super()._dp_of(generation)
         self._tell(generation.room, dp)
+        self._not_elsewhere(generation.room, dp)
         return dp
+
+    def _not_elsewhere(self, room: Room, dp: int) -> None:
+        """A decode whose leg names another rank of ours, and so asks there, hears at once that they contradict."""
+        text = f"room {room} was taken by data parallel rank {dp}, and decode's leg names another rank"
+        cause = bad_request(text, code="rank_contradiction", param="disagg_prefill_dp_rank", side=self.role)
+        for other, shell in enumerate(self.shells):
+            if other != dp:
+                shell.leg_refused(room, cause)
 
     def _tell(self, room: Room, dp: int) -> None:
         if self._by_load and len(self.shells) > 1:

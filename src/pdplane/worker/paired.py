@@ -32,6 +32,9 @@ class PairedShell(Shell[N], Generic[N]):
         await super().stop()
         await self.control.stop()
 
+    def has(self, room: Room) -> bool:
+        return room in self.node.rooms.live
+
     def knows(self, room: Room) -> bool:
         return room in self.node.rooms.live or self.node.rooms.tombstone(room, self._loop.time()) is not None
 

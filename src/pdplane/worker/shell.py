@@ -191,6 +191,10 @@ class Shell(Generic[N]):
 
     # --- the edge's calls, by way of the group ----------------------------------------------------------------------
 
+    def has(self, room: Room) -> bool:
+        """Whether a hand-off of this room lives here."""
+        return False
+
     def knows(self, room: Room) -> bool:
         """Whether this group has, or had, a hand-off of this room."""
         return False
