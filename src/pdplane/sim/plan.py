@@ -226,6 +226,8 @@ def _prefill_limits(rng: Random, traits: frozenset[str]) -> Limits:
         return msgspec.structs.replace(drawn, hold_term_s=rng.choice((0.5, 1.0, 3.0)))
     if "busy_prefill" in traits:
         return msgspec.structs.replace(drawn, max_running=1)
+    if "calm" in traits:  # every request is answered: no term is so short that a full decode lets it end
+        return msgspec.structs.replace(drawn, hold_term_s=30.0)
     return drawn
 
 
