@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pdplane.cli.http import ADMIN_KEY, API_KEY
 from pdplane.cli.up import UpConfig
+from pdplane.core.params_table import HOLDER, READER
 from pdplane.core.table import RECEIVER, SENDER
 from pdplane.registry.server import RegistryConfig
 from pdplane.router.config import RouterConfig
@@ -26,19 +27,28 @@ Table = Mapping[tuple[StrEnum, StrEnum], tuple[StrEnum, tuple[StrEnum, ...]]]
 def states_page() -> str:
     return "\n".join(
         [
-            "# The state table of the rooms protocol",
+            "# The state tables of both dialects",
             "",
-            "Written from `src/pdplane/core/table.py` by `make docs`; change it there. One machine per room",
-            "and side. A missing cell counts the event as late and changes nothing. Words: [protocol.md](protocol.md).",
+            "Written from `src/pdplane/core/table.py` and `params_table.py` by `make docs`; change it there. A missing",
+            "cell counts the event as late and changes nothing. The words: [protocol.md](protocol.md) and",
+            "[params.md](params.md).",
             "",
-            "## Decode: the receiver",
+            "## Rooms, decode: the receiver, one per room",
             "",
             *_diagram(RECEIVER),
             *_rows(RECEIVER),
-            "## Prefill: the sender",
+            "## Rooms, prefill: the sender, one per room",
             "",
             *_diagram(SENDER),
             *_rows(SENDER),
+            "## Params, prefill: the holder, one per hold",
+            "",
+            *_diagram(HOLDER),
+            *_rows(HOLDER),
+            "## Params, decode: the reader, one per load",
+            "",
+            *_diagram(READER),
+            *_rows(READER),
         ]
     )
 

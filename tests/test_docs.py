@@ -49,3 +49,14 @@ def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_every_test_that_the_guarantees_rest_on_exists() -> None:
+    named = re.findall(r"`([a-z_/]+\.py)::(\w+)`", (ROOT / "docs" / "guarantees.md").read_text())
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in _text(ROOT / "tests" / file)]
+    assert len(named) > 30
+    assert not missing
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

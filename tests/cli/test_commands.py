@@ -34,7 +34,8 @@ FLAGS = {
     "explain": ["--url", "--json", "id"],
     "drain": ["URL", "--reason", "--admin-key"],
     "release": ["URL", "--instance", "--grant", "--admin-key"],
-    "sim": ["--seeds"],
+    "sim": ["--seeds", "--dialect"],
+    "incidents": ["NUMBER"],
     "replay": ["seed", "--pattern"],
 }
 TARGETS = (

@@ -65,7 +65,7 @@ async def test_status_shows_shape_policy_transports_and_load_by_rank(terminal: T
     async with fleet(prefill={"dp": 2}) as it:
         assert await terminal.run("status", "--url", it.url) == 0
         assert "load 0 (0+0 by dp rank)" in terminal.out
-        assert "dp 2, tp 1, policy early, transports shm, tcp" in terminal.out
+        assert "dp 2, tp 1, dialect rooms, policy early, transports shm, tcp" in terminal.out
 
 
 async def test_status_shows_a_ban_with_its_time_left(terminal: Terminal) -> None:
@@ -196,7 +196,7 @@ async def test_explain_shows_a_prefix_hit_and_whose_end_a_legs_end_is(terminal: 
             answer = (await it.post(COMPLETIONS, BODY)).json()
             await it.at_rest()
             lines = await explained(it, terminal, answer["id"])
-            hits = [line.split("cached: ")[1] for line in lines if " cached: " in line]
+            hits = [line.split("cached: ")[1] for line in lines if "prefill    cached: " in line]
             assert hits == [f"{tokens} of 16 prompt tokens were in the prefix cache"] * bool(tokens)
             [end] = [line for line in lines if "prefill    finished" in line]
             assert "how the request ended is decode's to say" in end

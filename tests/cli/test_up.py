@@ -83,12 +83,12 @@ def test_sizes_policy_and_transports_reach_each_side() -> None:
     sides = {part.name: load(WorkerConfig, vars(parser().parse_args(part.arguments)), {}) for part in plan(config)[:2]}
     prefill, decode = sides["prefill 0"], sides["decode 0"]
     assert [(one.dp, one.tp) for one in (prefill, decode)] == [(2, 2), (4, 4)]
-    assert (prefill.load_balance_method, prefill.prefix_cache) == ("total_requests", False)
+    assert prefill.load_balance_method == "total_requests"
     assert decode.reserve_tokens == 7
     for one in (prefill, decode):
         assert one.decode_allocation_policy == "prefill_complete"
         assert one.transports == ("shm_push", "tcp")
-        assert (one.checksum, one.page_size) == (True, 8)
+        assert (one.checksum, one.prefix_cache, one.page_size) == (True, False, 8)
 
 
 def test_every_process_can_be_started_by_hand_as_it_is_shown(

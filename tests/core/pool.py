@@ -17,6 +17,7 @@ from pdplane.core.frames import PromptId, Row
 from pdplane.core.ids import NO_GRANT, GrantNo, PageId, Rid, Room
 from pdplane.core.node import Limits, Node, TimerKey
 from pdplane.core.pages import Owner, Page
+from pdplane.core.prompt_pages import Prompt, PromptPages, Taken
 from pdplane.core.receiver import Receiver
 from pdplane.core.reserve import Reserve
 from pdplane.core.table import RE
@@ -32,7 +33,9 @@ class HandOff:
         self.rid, self.room = leg.rid, leg.room
         self.arrived_at = node.now
         self.grant = NO_GRANT
+        self.prompt = Prompt(leg.prompt.tokens, leg.page_keys, len(leg.page_keys))
         self.pages: tuple[PageId, ...] = ()
+        self.shared: tuple[PageId, ...] = ()
         self.row: Row | None = None
         self.gone = False
 
@@ -40,8 +43,8 @@ class HandOff:
     def owner(self) -> Owner:
         return Owner(f"grant {self.grant}")
 
-    def take(self, pages: tuple[PageId, ...]) -> None:
-        self.pages = pages
+    def take(self, taken: Taken) -> None:
+        self.shared, self.pages = taken.pages[: taken.shared], taken.pages[taken.shared :]
 
     def apply(self, event: RE) -> None:
         match event:
@@ -51,14 +54,21 @@ class HandOff:
                 self.node.ledger.shift(self.pages, self.owner, Page.FILLED, Page.ACTIVE)
                 self._over()
             case RE.ROW_ENDS:
-                self.node.ledger.free(self.pages, self.owner)
+                pages = self.shared + self.pages
+                self.node.pages.keep(self.prompt, pages, len(self.shared), self.owner, Page.FILLED)
+                self.let_go()
                 self.node.reserve.drop(self.owner)
                 self._over()
             case _:
                 raise AssertionError(event)
 
+    def let_go(self) -> None:
+        """It reads the shared pages no more."""
+        self.node.pages.release(self.shared)
+        self.shared = ()
+
     def _over(self) -> None:
-        self.gone = True
+        self.gone, self.shared = True, ()
         self.node.door.forget(cast(Receiver, self))
 
 
@@ -69,9 +79,10 @@ class Pool(Node):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
-        self.reserve = Reserve(self.ledger, limits)
-        self.batch = Batch(self, self.reserve)
-        self.door = Door(self, self.reserve, self.batch)
+        self.pages = PromptPages(self.ledger, limits)
+        self.reserve = Reserve(self.pages, limits)
+        self.batch = Batch(self, self.pages, self.reserve)
+        self.door = Door(self, self.pages, self.reserve, self.batch)
         self.offs: dict[str, HandOff] = {}
         self.granted: list[Rid] = []  # in order
         self.log: list[Effect] = []
@@ -79,7 +90,10 @@ class Pool(Node):
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def ask(self, name: str, tokens: int, max_new: int, priority: int = 0, deadline: float = 100.0) -> HandOff:
+    def ask(
+        self, name: str, tokens: int, max_new: int, priority: int = 0, deadline: float = 100.0, text: str = ""
+    ) -> HandOff:
+        """`text`: what the prompt says, a letter for each page; prompts that begin alike share their pages."""
         leg = LegArrived(
             rid=Rid(name),
             room=Room(len(self.offs) + 1),
@@ -87,6 +101,7 @@ class Pool(Node):
             max_new=max_new,
             deadline=deadline,
             priority=priority,
+            page_keys=tuple(text[: end + 1].encode() for end in range(len(text))),
         )
         off = self.offs[name] = HandOff(self, leg, demand(tokens, max_new, self.limits))
         self.door.push(cast(Receiver, off))
@@ -101,15 +116,18 @@ class Pool(Node):
         self.door.arrived(cast(Receiver, off))
         self.tick()
 
-    def run(self, name: str, tokens: int, max_new: int, priority: int = 0, deadline: float = 100.0) -> None:
+    def run(
+        self, name: str, tokens: int, max_new: int, priority: int = 0, deadline: float = 100.0, text: str = ""
+    ) -> None:
         """Let in, filled, and in the batch where it has a place."""
-        self.ask(name, tokens, max_new, priority, deadline)
+        self.ask(name, tokens, max_new, priority, deadline, text)
         self.fill(name)
 
     def fail(self, name: str) -> None:
         """The hand-off fails: its pages drain until `prove` or `give_up`."""
         off = self.offs[name]
         self.ledger.shift(off.pages, off.owner, Page.GRANTED, Page.DRAINING)
+        off.let_go()
         self.reserve.drop(off.owner)
         self.door.forget(cast(Receiver, off))
         self.tick()
@@ -163,6 +181,10 @@ class Pool(Node):
         return len(self.batch)
 
     # --- node -------------------------------------------------------------------------------------------------------
+
+    def audit(self) -> list[str]:
+        heads = [off.shared for off in self.offs.values()]
+        return super().audit() + self.pages.audit_all([*heads, *self.batch.heads])
 
     def _event(self, event: Event) -> None:
         match event:

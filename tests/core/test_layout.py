@@ -32,6 +32,7 @@ OTHER: dict[str, tuple[Any, str]] = {
     "page_bytes": (4096, "KV layout"),
     "kv_dtype": ("f16", "KV dtype"),
     "policy": ("prefill_complete", "--decode-allocation-policy"),
+    "dialect": ("params", "--dialect"),
 }
 
 
@@ -110,10 +111,10 @@ def test_a_value_of_any_length_is_cut() -> None:
 
 
 def test_protocols_that_do_not_meet_are_refused_naming_both() -> None:
-    later = changed(protocol_min=3, protocol_max=4)
-    assert refusal(STAMP, later).startswith("protocol differs: prefill has 1 to 2, decode has 3 to 4; run releases")
-    assert refusal(later, STAMP).startswith("protocol differs: prefill has 3 to 4, decode has 1 to 2; run releases")
-    assert mismatch(STAMP, changed(protocol_min=2, protocol_max=3)) is None
+    later = changed(protocol_min=4, protocol_max=5)
+    assert refusal(STAMP, later).startswith("protocol differs: prefill has 1 to 3, decode has 4 to 5; run releases")
+    assert refusal(later, STAMP).startswith("protocol differs: prefill has 4 to 5, decode has 1 to 3; run releases")
+    assert mismatch(STAMP, changed(protocol_min=3, protocol_max=4)) is None
 
 
 few = st.sampled_from(["a", "b"])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pdplane.core.node import Limits
 from pdplane.core.pages import Ledger, Owner, Page
+from pdplane.core.prompt_pages import Prompt, PromptPages
 from pdplane.core.reserve import Claim, Reserve
 
 SIZE = 4
@@ -14,12 +15,18 @@ SIZE = 4
 
 def reserve_of(pages: int, reserve_tokens: int = 2 * SIZE) -> tuple[Ledger, Reserve]:
     ledger = Ledger(pages)
-    return ledger, Reserve(ledger, Limits(pages=pages, page_size=SIZE, reserve_tokens=reserve_tokens))
+    limits = Limits(pages=pages, page_size=SIZE, reserve_tokens=reserve_tokens)
+    return ledger, Reserve(PromptPages(ledger, limits), limits)
+
+
+def of(pages: int) -> Prompt:
+    """A prompt that fills so many pages."""
+    return Prompt(pages * SIZE)
 
 
 def enter(ledger: Ledger, reserve: Reserve, name: str, pages: int, most: int) -> Owner:
     owner = Owner(name)
-    assert reserve.may_admit(pages, most)
+    assert reserve.may_admit(of(pages), most)
     reserve.admit(owner, pages, most)
     ledger.take(pages, Page.GRANTED, owner)
     return owner
@@ -28,11 +35,11 @@ def enter(ledger: Ledger, reserve: Reserve, name: str, pages: int, most: int) ->
 def test_a_newcomer_fits_beside_the_growth_that_is_kept_for_all_and_for_itself() -> None:
     ledger, reserve = reserve_of(10)
     enter(ledger, reserve, "a", 3, 9)  # keeps 2 of the 6 that it may still need
-    assert reserve.may_admit(3, 9)
-    assert not reserve.may_admit(4, 9)
-    assert reserve.may_admit(4, 5)
-    assert reserve.may_admit(5, 5)
-    assert not reserve.may_admit(6, 6)
+    assert reserve.may_admit(of(3), 9)
+    assert not reserve.may_admit(of(4), 9)
+    assert reserve.may_admit(of(4), 5)
+    assert reserve.may_admit(of(5), 5)
+    assert not reserve.may_admit(of(6), 6)
 
 
 def test_no_more_is_kept_for_a_request_than_it_can_need() -> None:
@@ -55,18 +62,18 @@ def test_a_step_of_what_runs_is_kept_whatever_the_setting_says() -> None:
     assert reserve.kept == 0
     reserve.run(owner)
     assert reserve.kept == 1
-    assert reserve.may_admit(6, 9)
-    assert not reserve.may_admit(6, 9, running=True)
-    assert not reserve.may_admit(7, 9)
+    assert reserve.may_admit(of(6), 9)
+    assert not reserve.may_admit(of(6), 9, running=True)
+    assert not reserve.may_admit(of(7), 9)
 
 
 def test_one_that_finds_the_pool_to_itself_is_let_in_wherever_its_pages_fit() -> None:
     ledger, reserve = reserve_of(4)
-    assert reserve.may_admit(4, 4)
-    assert reserve.may_admit(3, 4)
+    assert reserve.may_admit(of(4), 4)
+    assert reserve.may_admit(of(3), 4)
     ledger.take(2, Page.QUARANTINED, Owner("lost"))
-    assert reserve.may_admit(2, 4)
-    assert not reserve.may_admit(3, 4)
+    assert reserve.may_admit(of(2), 4)
+    assert not reserve.may_admit(of(3), 4)
 
 
 def test_one_that_will_not_grow_has_nothing_kept_for_it() -> None:
@@ -88,6 +95,15 @@ def test_what_was_refused_is_asked_again_only_after_a_change() -> None:
         assert reserve.stamp == stamp
         change(owner)
         assert reserve.stamp != stamp
+
+
+def test_pages_that_come_and_go_are_a_change() -> None:
+    ledger, reserve = reserve_of(4)
+    stamp = reserve.stamp
+    taken = ledger.take(1, Page.GRANTED, Owner("a"))
+    assert reserve.stamp != stamp
+    ledger.free(taken, Owner("a"))
+    assert reserve.stamp == stamp
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.booleans()), max_size=6), st.integers(0, 20))

@@ -14,6 +14,7 @@ from pdplane.core.errors import Cause
 from pdplane.core.events import ControlEndpoint, RouteKnown
 from pdplane.core.frames import Abort, Beat, DataEndpoint, Frame, Hello, Reject, Welcome
 from pdplane.core.ids import ConnId, GrantNo, Instance, Link, Rank, Room, Seat
+from pdplane.core.layout import PROTOCOL_VERSION
 from pdplane.core.membership import Membership
 from pdplane.core.session import NO_CONN, Gone, SessionTimes, TurnedAway, Up
 from pdplane.core.slices import whole_page
@@ -219,7 +220,7 @@ def test_a_hello_is_welcomed_and_the_session_is_up() -> None:
     [
         ({"dst": "P0"}, "wrong_instance"),
         ({"secret": "guess"}, "unauthorized"),
-        ({"protocol_min": 3, "protocol_max": 4}, "incompatible"),
+        ({"protocol_min": PROTOCOL_VERSION + 1, "protocol_max": PROTOCOL_VERSION + 2}, "incompatible"),
         ({"stamp": msgspec.structs.replace(STAMP, weights="w2")}, "incompatible"),
         ({"stamp": msgspec.structs.replace(STAMP, policy="prefill_complete")}, "incompatible"),
     ],

@@ -328,6 +328,11 @@ async def asked_of(fakes: list[FakeWorker]) -> Asked:
     return await next(fake for fake in fakes if not fake.asked.empty()).next()
 
 
+async def record_of(it: Fleet, answer: Answer) -> dict[str, Any]:
+    """What the router tells of the request that got this answer."""
+    return dict((await it.get("/requests/" + answer.headers["x-request-id"])).json)
+
+
 @contextlib.asynccontextmanager
 async def fleet(
     prefills: int = 1,
@@ -336,11 +341,13 @@ async def fleet(
     prefill: Behaviour | None = None,
     decode: Behaviour | None = None,
     ready: bool = True,
+    kind: type[FakeWorker] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """`prefills` x `decodes` fakes with these behaviours and a router that knows them; waits until it is ready."""
-    left = [FakeWorker("prefill", prefill) for _ in range(prefills)]
-    right = [FakeWorker("decode", decode) for _ in range(decodes)]
+    make = kind or FakeWorker
+    left = [make("prefill", prefill) for _ in range(prefills)]
+    right = [make("decode", decode) for _ in range(decodes)]
     for worker in left + right:
         await worker.start()
     config = RouterConfig(

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.ids import MAX_ROOM, dp_of
+from pdplane.router.backends.pdplane import take
 from pdplane.router.config import parse_address
-from pdplane.router.health import take
 from pdplane.router.legs import rooms as dialect
 from pdplane.router.ranks import RankLoads
 from pdplane.router.worker import Worker

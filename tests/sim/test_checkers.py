@@ -52,6 +52,11 @@ class Watch:
     def grant(self, number: int, rid: str, *held: int) -> None:
         self.see(Note(Rid(rid), Room(5), "Granted"), ArmGrant(GrantNo(number), pages(*held), (LANE,)))
 
+    def share(self, number: int, rid: str, shared: tuple[int, ...], *held: int) -> None:
+        """A grant of `held`, behind a head that is there already."""
+        armed = ArmGrant(GrantNo(number), pages(*held), (LANE,), pages(*shared))
+        self.see(Note(Rid(rid), Room(5), "Granted"), armed)
+
     def success(self, number: int, cached_tokens: int = 0) -> None:
         row = msgspec.structs.replace(ROW, cached_tokens=cached_tokens)
         success = Success(room=Room(5), grant=GrantNo(number), src=P.instance, dst=D.instance, rank=Rank(), row=row)
@@ -159,6 +164,77 @@ def test_o2_a_prompt_shares_a_page_that_another_one_writes() -> None:
     watch.works[Rid("b")] = msgspec.structs.replace(work("b"), prompt_tokens=8)
     with pytest.raises(Violation, match="O2: p0#1 lets b share page 3, which a holds"):
         watch.see(RunPrefill(Rid("b"), pages(3, 4), 4), who=P)
+
+
+def test_o2_a_shared_page_at_decode_is_in_nobodys_grant() -> None:
+    watch = Watch()
+    watch.share(1, "a", (3,), 4)
+    with pytest.raises(Violation, match="O2: d0#1 hands page 3 to b while a shares it"):
+        watch.grant(2, "b", 3)
+
+
+def test_o2_a_grant_may_not_name_its_own_head() -> None:
+    with pytest.raises(Violation, match="O2: d0#1 hands page 3 to a while a shares it"):
+        Watch().share(1, "a", (3,), 3, 4)
+
+
+def test_o2_a_page_that_is_still_granted_cannot_be_shared() -> None:
+    watch = Watch()
+    watch.grant(1, "a", 3)
+    with pytest.raises(Violation, match="O2: d0#1 lets b share page 3, which a holds"):
+        watch.share(2, "b", (3,), 4)
+
+
+def test_o4_a_write_into_a_shared_page() -> None:
+    watch = Watch()
+    watch.grant(1, "a", 3)
+    watch.see(Note(Rid("a"), Room(5), "Gone"))
+    watch.share(2, "b", (3,), 4)
+    with pytest.raises(Violation, match=r"O4: .* page 3, which is free"):
+        watch.pages.landed(batch(1, (0, 3)), work("a").tag(0))
+
+
+def test_o4_a_page_is_shared_while_a_posted_write_can_land_in_it() -> None:
+    watch = Watch(fence=False)
+    watch.pending = [batch(1, (0, 3))]
+    with pytest.raises(Violation, match=r"O4: .* a write of grant 1 can still land"):
+        watch.share(2, "b", (3,), 4)
+
+
+def test_pages_behind_a_head_hold_what_comes_behind_it() -> None:
+    watch = Watch()
+    watch.share(1, "a", (3,), 4)
+    watch.pages.landed(batch(1, (1, 4)), work("a").tag(1))
+    with pytest.raises(Violation, match=r"O4: .* is not its page 1"):
+        watch.pages.landed(batch(1, (0, 4)), work("a").tag(0))
+
+
+def test_a_head_is_shared_until_the_room_drains_and_again_while_it_runs() -> None:
+    watch = Watch()
+    watch.share(1, "a", (3,), 4)
+    watch.see(Note(Rid("a"), Room(5), "Draining"))
+    watch.grant(2, "b", 3)
+    other = Watch()
+    other.share(1, "a", (3,), 4)
+    other.see(Note(Rid("a"), Room(5), "Gone"), RunDecode(Rid("a"), pages(3, 4), ROW, 2))
+    with pytest.raises(Violation, match="O2: d0#1 hands page 3 to b while a shares it"):
+        other.grant(2, "b", 3)
+
+
+def test_o3_decode_starts_on_the_head_that_it_shares() -> None:
+    watch = Watch()
+    watch.share(1, "a", (3,), 4)
+    watch.see(Note(Rid("a"), Room(5), "Gone"))
+    with pytest.raises(Violation, match="O3: d0#1 lets a start on other pages than it shares"):
+        watch.see(RunDecode(Rid("a"), pages(5, 4), ROW, 2))
+
+
+def test_a_full_hit_is_a_success_of_no_pages_and_one_of_no_grant_is_none() -> None:
+    watch = Watch()
+    watch.share(1, "a", (3,))
+    watch.success(1)
+    with pytest.raises(Violation, match=r"O3: p0#1 says SUCCESS of grant 2 .* where 0 of 0 pages"):
+        watch.success(2)
 
 
 def test_o2_pages_are_handed_out_before_the_retracted_request_has_let_go_of_them() -> None:

@@ -7,6 +7,7 @@ import pytest
 from pdplane.core.batch import Batch
 from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import AnswerFailed, Dial, Effect, SendFrame
+from pdplane.core.errors import Cause
 from pdplane.core.events import (
     ConnLost,
     ControlEndpoint,
@@ -17,6 +18,7 @@ from pdplane.core.events import (
     LegArrived,
     PagesLanded,
     RankKnown,
+    ReleaseHold,
     RouteKnown,
     Tick,
 )
@@ -25,6 +27,8 @@ from pdplane.core.ids import ConnId, Instance, Link, Rank, Rid, Room, Seat, Shap
 from pdplane.core.node import Limits
 from pdplane.core.session import Identity
 from pdplane.sim.process import KIND, STAMP
+
+from ..core.facing_params import FacingParams
 
 HERE = Rank()
 ENDPOINT = ControlEndpoint("p0", 1)
@@ -128,3 +132,14 @@ def test_a_room_whose_rank_is_told_later_is_refused_where_the_route_lacks_a_part
     decode.at(0.1, Tick())
     decode.at(0.2, RankKnown("p0", Room(5), 1))
     assert decode.answers == ["prefill_not_ready"]
+
+
+def test_a_hold_that_is_taken_back_under_its_reader_says_so_at_once() -> None:
+    """Its reader, whose moves were dropped, had waited for its next renewal: five seconds, with all pages reserved."""
+    world = FacingParams()
+    world.hold(1)
+    world.read(1)
+    world.p.take(ReleaseHold(Rid("p1"), Cause("aborted", "by its name", 499)))
+    world.pump()
+    assert world.d.failed("d1").code == "aborted"
+    assert world.d.free == world.p.free == 16

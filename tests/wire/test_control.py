@@ -15,6 +15,8 @@ from pdplane.core.frames import (
     Abort,
     Announce,
     Beat,
+    Confirm,
+    Confirmed,
     DataEndpoint,
     Drained,
     Failed,
@@ -22,20 +24,26 @@ from pdplane.core.frames import (
     Grant,
     Hello,
     PromptId,
+    Read,
+    ReadFailed,
     Ready,
     Received,
     Reject,
+    Release,
+    Renew,
+    Renewed,
     Row,
     Success,
     TopLogprob,
     Welcome,
 )
-from pdplane.core.ids import MAX_ROOM, GrantNo, Instance, PageId, Rank, Room, Shape
-from pdplane.core.layout import LayoutGroup, Stamp
+from pdplane.core.ids import MAX_ROOM, GrantNo, HoldNo, Instance, PageId, Rank, Room, Shape
+from pdplane.core.layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, LayoutGroup, Stamp
 from pdplane.wire.control import (
     KINDS,
     MAX_ENDPOINTS,
     MAX_FRAME_BYTES,
+    MAX_HOLD,
     MAX_LINKS,
     MAX_SHAPE,
     BadFrame,
@@ -57,11 +65,15 @@ STAMP = Stamp(
 )
 WHO: dict[str, Any] = {"room": Room(7), "grant": GrantNo(3), "src": P, "dst": D, "rank": Rank()}
 STAMP_HEX = (
-    "a57374616d708ba56d6f64656ca16da777656967687473a177a9746f6b656e697a6572a16ba9706167655f73697a6510aa706167655f62797465"
+    "a57374616d708ca56d6f64656ca16da777656967687473a177a9746f6b656e697a6572a16ba9706167655f73697a6510aa706167655f62797465"
     "7340a86b765f6474797065a3663332a667726f7570739186a46e616d65a26b76a9726f775f627974657304a66c61796572739100a56474797065"
     "a3663332a5706172747302a5686561647301a6706f6c696379a56561726c79a870726f746f636f6c01ac70726f746f636f6c5f6d696e01"
-    "ac70726f746f636f6c5f6d617802"
+    "ac70726f746f636f6c5f6d617802a76469616c656374a5726f6f6d73"
 )
+HELD: dict[str, Any] = {"hold": HoldNo(9), "grant": GrantNo(3), "src": D, "dst": P, "rank": Rank()}
+LEASES: dict[str, Any] = {"src": D, "dst": P, "rank": Rank(), "holds": (HoldNo(9), HoldNo(300))}
+HELD_HEX = "a4686f6c6409a56772616e7403a3737263a26431a3647374a27031a472616e6b9400000000"
+LEASES_HEX = "a3737263a26431a3647374a27031a472616e6b9400000000a5686f6c64739209cd012c"
 WHO_HEX = "a4726f6f6d07a56772616e7403a3737263a27031a3647374a26431a472616e6b9400000000"
 
 GOLDEN: list[tuple[Frame, str]] = [
@@ -79,14 +91,14 @@ GOLDEN: list[tuple[Frame, str]] = [
             shape=Shape(tp=2),
             data=(DataEndpoint("shm", "h", "/x", 0, "u"), DataEndpoint("tcp", "", "::1", 9, "t")),
         ),
-        f"51010000018da174a568656c6c6fa3737263a26431a3647374a27031a472616e6b9400000100{STAMP_HEX}"
+        f"5f010000018da174a568656c6c6fa3737263a26431a3647374a27031a472616e6b9400000100{STAMP_HEX}"
         "ac70726f746f636f6c5f6d696e01ac70726f746f636f6c5f6d617802a9646174615f686f7374a33a3a31a9646174615f706f727409"
         "aa646174615f746f6b656ea174a6736563726574a173a573686170659401010201"
         "a4646174619295a373686da168a22f7800a17595a3746370a0a33a3a3109a174",
     ),
     (
         Welcome(P, D, Rank(tp=1), STAMP, 2, Shape(tp=2), "shm"),
-        f"000100000188a174a777656c636f6d65a3737263a27031a3647374a26431a472616e6b9400000100{STAMP_HEX}"
+        f"0e0100000188a174a777656c636f6d65a3737263a27031a3647374a26431a472616e6b9400000100{STAMP_HEX}"
         "a870726f746f636f6c02a573686170659401010201a9646174615f6b696e64a373686d",
     ),
     (
@@ -133,11 +145,43 @@ GOLDEN: list[tuple[Frame, str]] = [
         "ad72657472795f61667465725f7301",
     ),
     (Drained(**WHO), f"310000000186a174a7647261696e6564{WHO_HEX}"),
+    (
+        Read(
+            **HELD,
+            src_pages=(PageId(1), PageId(300)),
+            dst_pages=(PageId(4), PageId(5)),
+            prompt=PromptId(b"\1\2", 20),
+            links=((Rank(), Rank()), (Rank(), Rank(tp=1))),
+        ),
+        f"74000000018aa174a472656164{HELD_HEX}"
+        "a97372635f70616765739201cd012ca96473745f7061676573920405a670726f6d707492c402010214"
+        "a56c696e6b739292940000000094000000009294000000009400000100",
+    ),
+    (Confirm(**HELD), f"310000000186a174a7636f6e6669726d{HELD_HEX}"),
+    (Confirmed(**HELD), f"3c0000000187a174a9636f6e6669726d6564{HELD_HEX}a77265667573616cc0"),
+    (
+        Confirmed(**HELD, refusal=Cause("spent", "x", 409)),
+        f"5b0000000187a174a9636f6e6669726d6564{HELD_HEX}a77265667573616c83a4636f6465a57370656e74a76d657373616765a178"
+        "a6737461747573cd0199",
+    ),
+    (
+        ReadFailed(**HELD, cause=Cause("expired", "y", 409)),
+        f"5d0000000187a174ab726561645f6661696c6564{HELD_HEX}"
+        "a5636175736583a4636f6465a765787069726564a76d657373616765a179"
+        "a6737461747573cd0199",
+    ),
+    (
+        Release(**HELD, cause=Cause("aborted", "x", 499)),
+        f"590000000187a174a772656c65617365{HELD_HEX}a5636175736583a4636f6465a761626f72746564a76d657373616765a178"
+        "a6737461747573cd01f3",
+    ),
+    (Renew(**LEASES), f"2d0000000185a174a572656e6577{LEASES_HEX}"),
+    (Renewed(**LEASES, lease_s=1.5), f"400000000186a174a772656e65776564{LEASES_HEX}a76c656173655f73cb3ff8000000000000"),
 ]
 
 
 def kind_of(frame: object) -> str:
-    return type(frame).__name__.lower()
+    return str(frame.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("frame", "golden"), GOLDEN, ids=[kind_of(frame) for frame, _ in GOLDEN])
@@ -227,6 +271,8 @@ identity = {
     "dst": names,
     "rank": ranks,
 }
+holds = st.integers(1, MAX_HOLD).map(HoldNo)
+held = {name: drawn for name, drawn in identity.items() if name != "room"} | {"hold": holds}
 frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(
         Hello,
@@ -257,6 +303,20 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Success, **identity, row=rows),
     st.builds(Failed, **identity, cause=causes),
     st.builds(Drained, **identity),
+    st.builds(
+        Read,
+        **{**held, "rank": st.just(Rank(tp=3))},
+        src_pages=st.just((PageId(1), PageId(7))),
+        dst_pages=st.tuples(counts.map(PageId), counts.map(PageId)),
+        prompt=st.builds(PromptId, st.binary(max_size=16), counts),
+        links=st.lists(ranks, max_size=4, unique=True).map(lambda theirs: tuple((Rank(tp=3), rank) for rank in theirs)),
+    ),
+    st.builds(Confirm, **held),
+    st.builds(Confirmed, **held, refusal=st.none() | causes),
+    st.builds(ReadFailed, **held, cause=causes),
+    st.builds(Release, **held, cause=causes),
+    st.builds(Renew, src=names, dst=names, rank=ranks, holds=st.lists(holds, max_size=40).map(tuple)),
+    st.builds(Renewed, src=names, dst=names, rank=ranks, holds=st.just((HoldNo(1),)), lease_s=st.floats(0, 1e6)),
 )
 
 
@@ -277,6 +337,81 @@ def test_garbage_is_refused_or_waits_for_more_and_raises_nothing_else(garbage: b
     with contextlib.suppress(BadFrame):
         got = reader.feed(garbage)
         assert all(type(frame) is UnknownKind or kind_of(frame) in KINDS for frame in got)
+
+
+@settings(deadline=None)
+@given(frames, st.integers(0, 400), st.binary(min_size=1, max_size=8))
+def test_a_frame_with_broken_bytes_in_it_raises_nothing_else_either(frame: Frame, at: int, junk: bytes) -> None:
+    whole = bytearray(encode(frame))
+    at = 5 + at % (len(whole) - 5)
+    whole[at : at + len(junk)] = junk[: len(whole) - at]
+    reader = FrameReader()
+    with contextlib.suppress(BadFrame):
+        got = reader.feed(whole)
+        assert all(type(one) is UnknownKind or kind_of(one) in KINDS for one in got)
+
+
+# --- greetings of later schemas ---------------------------------------------------------------------------------
+
+LATER: dict[str, Any] = {
+    "t": "hello",
+    "src": "d9",
+    "dst": "p1",
+    "protocol_min": PROTOCOL_VERSION + 1,
+    "protocol_max": PROTOCOL_VERSION + 2,
+    "rank": {"of": "another form"},
+    "stamp": [["quite", "another"]],
+}
+
+
+def later(**fields: object) -> bytes:
+    return framed({**LATER, **fields})
+
+
+def test_a_later_hello_is_read_as_far_as_the_core_needs_it_to_refuse_it() -> None:
+    [hello] = FrameReader().feed(later(secret="s"))
+    assert isinstance(hello, Hello)
+    assert (hello.src, hello.dst, hello.secret) == ("d9", "p1", "s")
+    assert (hello.protocol_min, hello.protocol_max) == (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
+    assert hello.stamp.protocol_min == PROTOCOL_VERSION + 1
+
+
+def test_a_later_welcome_is_read_alike() -> None:
+    [welcome] = FrameReader().feed(later(t="welcome", src="p9", dst="d1", shape="none"))
+    assert isinstance(welcome, Welcome)
+    assert (welcome.src, welcome.dst) == ("p9", "d1")
+    assert (welcome.stamp.protocol_min, welcome.stamp.protocol_max) == (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
+
+
+def test_a_greeting_from_before_our_oldest_protocol_is_read_alike() -> None:
+    [hello] = FrameReader().feed(later(protocol_min=0, protocol_max=OLDEST_PROTOCOL - 1))
+    assert isinstance(hello, Hello)
+
+
+def test_a_later_hello_that_ours_could_be_but_for_its_ranges_is_read_alike() -> None:
+    told = msgspec.msgpack.decode(encode(Hello(D, P, Rank(), STAMP, data=(ONE,)))[5:])
+    many = {**told, "data": told["data"] * (MAX_ENDPOINTS + 1), "protocol_min": 77, "protocol_max": 78}
+    [hello] = FrameReader().feed(framed(many))
+    assert isinstance(hello, Hello)
+    assert hello.protocol_max == 78
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"protocol_min": 1},
+        {"protocol_min": PROTOCOL_VERSION, "protocol_max": PROTOCOL_VERSION},
+        {"protocol_min": "new"},
+        {"src": ""},
+        {"src": "x" * 129},
+        {"src": 7},
+        {"t": "reject"},
+    ],
+    ids=str,
+)
+def test_a_greeting_that_shares_a_protocol_or_says_too_little_is_malformed(fields: dict[str, object]) -> None:
+    with pytest.raises(BadFrame, match="is malformed"):
+        FrameReader().feed(later(**fields))
 
 
 # --- what is tolerated ------------------------------------------------------------------------------------------
@@ -379,6 +514,37 @@ def test_links_that_are_not_pairs_are_refused() -> None:
     body = msgspec.to_builtins(links_of()) | {"prompt": [b"", 0], "links": [[[0, 0, 0, 0]]]}
     with pytest.raises(BadFrame, match="'grant' is malformed"):
         FrameReader().feed(framed(body))
+
+
+def read(**fields: object) -> Read:
+    given: dict[str, Any] = {
+        "src_pages": (PageId(1),),
+        "dst_pages": (PageId(2),),
+        "prompt": PromptId(b"", 0),
+        **HELD,
+        **fields,
+    }
+    return Read(**given)
+
+
+@pytest.mark.parametrize(
+    ("frame", "named"),
+    [
+        (Confirm(**{**HELD, "hold": HoldNo(0)}), "hold 0"),
+        (Confirm(**{**HELD, "hold": HoldNo(2**63)}), f"hold {2**63}"),
+        (Confirmed(**{**HELD, "grant": GrantNo(-1)}), "grant -1 is negative"),
+        (Release(**{**HELD, "rank": Rank(tp=-1)}, cause=Cause("x", "y")), "rank dp0cp0tp-1pp0"),
+        (Renew(**{**LEASES, "holds": (HoldNo(1), HoldNo(-1))}), "hold -1"),
+        (Renewed(**LEASES, lease_s=float("inf")), "lease of inf"),
+        (Renewed(**LEASES, lease_s=-1.0), "lease of -1.0"),
+        (read(dst_pages=()), "a read of 1 pages into 0"),
+        (read(links=((Rank(tp=1), Rank()),)), "a read on rank .* none of them is this rank's"),
+        (read(links=((Rank(), Rank()), (Rank(), Rank()))), "a read names a link twice"),
+    ],
+)
+def test_a_hold_frame_that_cannot_be_is_refused(frame: Frame, named: str) -> None:
+    with pytest.raises(BadFrame, match=named):
+        FrameReader().feed(encode(frame))
 
 
 ONE = DataEndpoint("tcp", "", "::1", 9, "t")

@@ -17,8 +17,7 @@ from pdplane.router import RouterConfig, RouterServer
 from pdplane.router.routing import Router
 from pdplane.worker.config import WorkerConfig
 from pdplane.worker.engine import ModelSpec
-from pdplane.worker.group import AnyGroup
-from pdplane.worker.server import AnyShell, bind, engines_of, running
+from pdplane.worker.server import AnyGroup, AnyShell, bind, engines_of, running
 
 from .fake_engine import RuleEngine, spec
 from .http_fakes import ByteTokenizer
@@ -91,7 +90,7 @@ class Member:
         """No job, nothing in the engine, no claim, every page free or cached. Prefill keeps a sent row until decode has
         it."""
         figures = self.group.figures()
-        busy = ("jobs", "in_engine", "waiting", "running", "computing", "claims", "rooms")
+        busy = ("jobs", "in_engine", "waiting", "running", "computing", "claims", "rooms", "parked", "holds")
         rest = self.pages(Page.FREE) + self.pages(Page.CACHED)
         return not any(figures.get(name) for name in busy) and rest == self.capacity
 

@@ -99,8 +99,9 @@ def fails(cause: Cause, after: str = "") -> Callable[[Generation, Stream], None]
 class FakeService:
     """Plays `script` on every stream at its submission; without one a test pushes to `streams` itself."""
 
-    def __init__(self, role: str = "aggregated") -> None:
+    def __init__(self, role: str = "aggregated", dialect: str = "rooms") -> None:
         self.role = role
+        self.dialect = dialect
         self.model_name = "tiny"
         self.tokenizer = ByteTokenizer()
         self.context_len = 512

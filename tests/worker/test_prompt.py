@@ -86,8 +86,8 @@ async def test_a_long_prompt_is_named_off_the_loop(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-async def test_only_a_prefill_that_keeps_pages_wants_their_keys(prefix_cache: bool) -> None:
+async def test_only_a_side_that_keeps_pages_wants_their_keys(prefix_cache: bool) -> None:
     for role in ("prefill", "decode", "aggregated"):
         async with member(role, prefix_cache=prefix_cache) as one:
-            wanted = one.shell.model.page_size if role == "prefill" and prefix_cache else 0
+            wanted = one.shell.model.page_size if role != "aggregated" and prefix_cache else 0
             assert one.group.key_page_size == wanted

@@ -10,13 +10,16 @@ from urllib.parse import quote
 from pdplane.settings import BadSetting
 
 from .http import add_router_arguments, client, get
-from .status import quarantine
+from .status import held, quarantine
 
 MEANINGS = {
     ("prefill", "Orphan"): "decode spoke first; its leg is awaited",
     ("prefill", "Waiting"): "leg in, no pages granted yet",
     ("prefill", "Ahead"): "computing before any pages are granted",
-    ("prefill", "Held"): "computed; its pages wait for decode's grant, under a term",
+    ("prefill", "Held"): "computed; its pages wait for decode, under a term",
+    ("prefill", "Bound"): "its one reader has come",
+    ("prefill", "Released"): "its reader has what it came for, or nobody wants it",
+    ("prefill", "Revoked"): "nobody will read it: its term is over, or it was named by an abort",
     ("prefill", "Armed"): "pages granted, waits for its turn",
     ("prefill", "Streaming"): "computing; full pages are moved as they come",
     ("prefill", "Flushing"): "computed; the last pages are under way",
@@ -33,6 +36,16 @@ MEANINGS = {
     ("decode", "Draining"): "answered; waits for proof that nobody writes its pages",
     ("decode", "Quarantine"): "the proof did not come in time",
     ("decode", "Gone"): "the hand-off is over",
+    ("decode", "WAITING"): "its prefill is not known yet, or it waits for pages",
+    ("decode", "WAITING_FOR_REMOTE_KVS"): "all its pages are reserved, and are being read",
+    ("decode", "Reading"): "its pages are being read",
+    ("decode", "Confirming"): "all have come; prefill is asked whether it held them all along",
+    ("decode", "Salvaging"): "a head of them has come; prefill is asked the same of these",
+    ("decode", "Ready"): "confirmed: they are what prefill computed",
+    ("decode", "Recompute"): "confirmed up to the first page that did not come",
+    ("decode", "Failed"): "nothing of it can be used",
+    ("decode", "recompute"): "what could not be read is computed here",
+    ("decode", "unconfirmed"): "what was read may be another's: nothing of it has left",
     ("decode", "retracted"): "its pages were wanted by others; its KV waits in host memory",
     ("decode", "restored"): "its KV is back in pages, bit for bit; it runs on",
     ("decode", "cut"): "it could not grow any further and ends with `length`",
@@ -78,10 +91,17 @@ def _legs(record: dict[str, Any]) -> list[dict[str, Any]]:
             url = attempt.get(side)
             if not url:
                 continue
-            for sample, rid in enumerate(attempt["rids"]):
-                where = side if len(attempt["rids"]) == 1 else f"{side} {sample}"
+            rids = _rids(attempt, side)
+            for sample, rid in enumerate(rids, attempt.get("sample", 0)):
+                where = side if len(rids) == 1 and not sample else f"{side} {sample}"
                 legs.append({"side": side, "where": where, "url": url, "rid": rid, **_ask(url, rid)})
     return legs
+
+
+def _rids(attempt: dict[str, Any], side: str) -> list[str]:
+    """Legs by room share their rids; legs in turn have one each."""
+    handoff = attempt.get("handoff")
+    return [handoff[f"{side}_rid"]] if handoff else attempt["rids"]
 
 
 def _ask(url: str, rid: str) -> dict[str, Any]:
@@ -111,11 +131,11 @@ def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
     if record.get("cause"):
         lines.append(f"cause {record['cause']['code']} ({record['cause']['side']}): {record['cause']['message']}")
     for attempt in record["attempts"]:
-        rooms = ", ".join(str(room) for room in attempt["rooms"])
         ranks = ", ".join(str(rank) for rank in attempt.get("prefill_ranks", ()))
         at = f" (dp rank {ranks})" if ranks else ""
         lines.append(
-            f"attempt {attempt['attempt']}: prefill {attempt['prefill']}{at}, decode {attempt['decode']}, room {rooms}"
+            f"attempt {attempt['attempt']}: prefill {attempt['prefill']}{at}, decode {attempt['decode']}, "
+            f"{_by(attempt)}"
         )
     lines += ["", f"{'ms':>10}  {'where':<10} what"]
     events = [*_router_events(record), *(event for leg in legs for event in _leg_events(leg, zero))]
@@ -124,6 +144,17 @@ def _story(record: dict[str, Any], legs: list[dict[str, Any]]) -> list[str]:
     for leg in legs:
         lines += [_holding(leg), *_grants(leg)]
     return lines
+
+
+def _by(attempt: dict[str, Any]) -> str:
+    """What its legs pair by."""
+    handoff = attempt.get("handoff")
+    if not handoff:
+        return "room " + ", ".join(str(room) for room in attempt["rooms"])
+    if handoff.get("hold") is None:
+        return "no hand-off"
+    release = f", {handoff['release']}" if handoff.get("release") else ""
+    return f"hold {handoff['hold']} of {handoff['request_id']}{release}"
 
 
 def _router_events(record: dict[str, Any]) -> list[tuple[float, str, str]]:
@@ -135,7 +166,12 @@ def _router_events(record: dict[str, Any]) -> list[tuple[float, str, str]]:
             ("first_byte_s", "first byte to the client"),
             ("decode_ended_s", "decode's leg ended"),
         )
+        handoff = attempt.get("handoff") or {}
+        if handoff:
+            named = (("opened_s", "prefill's leg sent"), *named[1:])
+        in_turn = (("answered_s", "prefill has answered"), ("decode_opened_s", "decode's leg sent"))
         events += [(attempt[key], "router", what) for key, what in named if attempt.get(key) is not None]
+        events += [(handoff[key], "router", what) for key, what in in_turn if handoff.get(key) is not None]
     if record.get("finished_s") is not None:
         events.append((record["finished_s"], "router", f"verdict {record['verdict']}"))
     return events
@@ -165,11 +201,11 @@ def _holding(leg: dict[str, Any]) -> str:
 
 
 def _grants(leg: dict[str, Any]) -> list[str]:
-    """The grants of a leg's room as its worker knows them, each with its links; and what of it is in quarantine."""
-    lines = []
+    """The grants of a leg as its worker knows them, each with its links; what is held; and what is in quarantine."""
+    lines = [f"  {held(one)}" for one in leg.get("record", {}).get("holds", ())]
     for grant in leg.get("record", {}).get("grants", ()):
-        held = ", ".join(f"{count} {state}" for state, count in grant.get("held_pages", {}).items()) or "none held"
-        lines.append(f"  grant {grant['grant']} of instance {grant['instance']}: {grant['pages']} pages, {held} here")
+        kept = ", ".join(f"{count} {state}" for state, count in grant.get("held_pages", {}).items()) or "none held"
+        lines.append(f"  grant {grant['grant']} of instance {grant['instance']}: {grant['pages']} pages, {kept} here")
         lines += [f"    link {_link(link)}" for link in grant.get("links", ())]
     return lines + [f"  {quarantine(one, leg['url'])}" for one in leg.get("quarantined", ())]
 

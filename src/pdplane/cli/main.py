@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pdplane import __version__
 from pdplane.settings import BadSetting
 
-from . import chat, drain, explain, model, registry, release, router, sim, status, up, worker
+from . import chat, drain, explain, incidents, model, registry, release, router, sim, status, up, worker
 
-COMMANDS = (up, worker, router, registry, model, status, chat, explain, drain, release, sim)
+COMMANDS = (up, worker, router, registry, model, status, chat, explain, drain, release, sim, incidents)
 
 EPILOG = """\
 first steps:

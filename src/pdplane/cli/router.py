@@ -17,9 +17,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "router",
         help="run the router",
         description="Run the router: it pairs a prefill with a decode for every request and streams decode's answer. "
+        "Which dialect a worker of ours speaks (rooms or params) it says itself; native ones are named by --backend. "
         "Beyond loopback without --api-key it serves whoever reaches it, says so in a warning, and refuses abort_all "
         "(403), which would end the requests of strangers; an abort by rid stays.",
-        epilog="example: pdplane router --prefill http://10.0.0.1:8100@8998 --decode http://10.0.0.2:8200",
+        epilog="examples: pdplane router --prefill http://10.0.0.1:8100@8998 --decode http://10.0.0.2:8200; "
+        "before native engines the same with --backend vllm (prefill and decode each with a KV connector) or sglang",
     )
     settings.add_arguments(parser, RouterConfig)
     parser.set_defaults(run=main)

@@ -14,10 +14,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     many.add_argument("--seeds", type=_at_least_one, default=2000, help="how many worlds [2000]")
     many.add_argument("--start", type=int, default=0, help="first seed [0]")
     many.add_argument("--pattern", default=None, help="one fault pattern (or several, joined by +)")
+    _add_dialect(many)
     many.add_argument("--jobs", type=_at_least_one, default=2, help="processes [2]")
     many.add_argument("--no-broken", action="store_true", help="leave out the broken variants that must be caught")
     many.add_argument(
-        "--coverage", action="store_true", help="say which cells of the state table were reached, and which never"
+        "--coverage", action="store_true", help="say which cells of the state tables were reached, and which never"
     )
     many.set_defaults(run=run_many)
     one = commands.add_parser(
@@ -27,8 +28,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     one.add_argument("seed", type=int)
     one.add_argument("--pattern", default=None)
+    _add_dialect(one)
     one.add_argument("--broken", default=None, help="run a broken variant of the core")
     one.set_defaults(run=replay)
+
+
+def _add_dialect(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dialect", choices=("rooms", "params"), default=None, help="worlds of this dialect alone [what each draws]"
+    )
 
 
 def run_many(args: argparse.Namespace) -> int:
@@ -38,6 +46,7 @@ def run_many(args: argparse.Namespace) -> int:
         args.seeds,
         start=args.start,
         pattern=args.pattern,
+        dialect=args.dialect,
         jobs=args.jobs,
         broken=not args.no_broken,
         coverage=args.coverage,
@@ -47,7 +56,7 @@ def run_many(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     from pdplane.sim.run import replay_main
 
-    return replay_main(args.seed, pattern=args.pattern, broken=args.broken)
+    return replay_main(args.seed, pattern=args.pattern, dialect=args.dialect, broken=args.broken)
 
 
 def _at_least_one(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from pdplane.core.layout import PARAMS
 from pdplane.settings import BadSetting
 
 from .http import add_router_arguments, client, get
@@ -82,14 +83,18 @@ def _seen_by_router(worker: dict[str, Any]) -> list[str]:
 def _said_by_itself(worker: dict[str, Any]) -> list[str]:
     """Only ours say most of it; another engine's /server_info says less, and is not asked for more."""
     told, lines = worker["server_info"] or {}, []
-    policy, transports = (told.get(name) for name in ("decode_allocation_policy", "transports"))
-    traits = [*_shape(told.get("shape") or {}), *_words("policy", policy), *_words("transports", transports)]
+    named = {"dialect": "dialect", "policy": "decode_allocation_policy", "transports": "transports"}
+    if told.get("dialect") == PARAMS:  # prefill always computes first
+        del named["policy"]
+    words = [word for name, key in named.items() for word in _words(name, told.get(key))]
+    traits = [*_shape(told.get("shape") or {}), *words]
     if "instance" in told:
         lines.append(", ".join([f"instance {told['instance']}", str(told.get("model", "")), *traits]))
     figures = told.get("figures") or {}
     if figures:
-        held = ", ".join(f"{count} {state}" for state, count in figures.get("pages", {}).items() if count)
-        lines.append(f"jobs {figures.get('jobs', 0)}, pages {held}")
+        pages = ", ".join(f"{count} {state}" for state, count in figures.get("pages", {}).items() if count)
+        lines.append(f"jobs {figures.get('jobs', 0)}, pages {pages}")
+    lines += [held(one) for one in told.get("holds", [])]
     lines += [refused(one) for one in told.get("refused_sessions", [])]
     lines += [quarantine(one, worker["url"]) for one in told.get("quarantined", [])]
     lines += [f"ALARM {alarm}" for alarm in told.get("alarms", [])]
@@ -111,6 +116,12 @@ def _words(name: str, value: object) -> list[str]:
 def refused(one: dict[str, Any]) -> str:
     """A peer with which this worker has no session; the message ends with the remedy."""
     return f"REFUSED {one['peer'] or 'a stranger'} {one.get('ago_s', 0):.0f} s ago: {one['message']}"
+
+
+def held(one: dict[str, Any]) -> str:
+    """KV that prefill keeps for a reader; `pdplane release --hold` lets go of it."""
+    reader = f"read by {one['consumer']}" if one.get("consumer") else "nobody has asked for it"
+    return f"hold {one['hold']} of {one['rid']}: {one['pages']} pages, {one['lease_left_s']:.1f} s left, {reader}"
 
 
 def quarantine(one: dict[str, Any], url: str) -> str:

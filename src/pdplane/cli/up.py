@@ -20,11 +20,21 @@ from pathlib import Path
 import httpx
 
 from pdplane import settings
+from pdplane.core.layout import PARAMS, ROOMS
 from pdplane.router.config import RouterConfig
 from pdplane.settings import BadSetting, flag_of, setting
 from pdplane.wire.address import url_of
 from pdplane.wire.registry import FOLLOW_ROOM
-from pdplane.worker.config import EMBEDDED, POLICIES, TOTAL_REQUESTS, TRANSPORTS, WorkerConfig
+from pdplane.worker.config import (
+    DIALECTS,
+    EMBEDDED,
+    FAIL,
+    POLICIES,
+    RECOMPUTE,
+    TOTAL_REQUESTS,
+    TRANSPORTS,
+    WorkerConfig,
+)
 
 from .child import Child
 from .http import API_KEY
@@ -46,6 +56,15 @@ class UpConfig:
     decode_port: int = setting(8200, "HTTP port of the first decode, the next ones count up")
     aggregated_port: int = setting(8300, "HTTP port of the first aggregated worker, the next ones count up")
     bootstrap_port: int = setting(8998, "registry port of the first prefill, the next ones count up")
+    dialect: str = setting(
+        ROOMS,
+        "how a hand-off is made: rooms (SGLang's bootstrap) or params (vLLM's kv_transfer_params)",
+        choices=DIALECTS,
+    )
+    lease_s: float = setting(30.0, "params: how long a prefill holds computed pages for decode, from each renewal anew")
+    kv_load_failure_policy: str = setting(
+        FAIL, "params: fail a request whose pages cannot be read, or recompute its prompt", choices=(FAIL, RECOMPUTE)
+    )
     dp: int = setting(1, "data parallel groups of each prefill and decode")
     tp: int = setting(1, "tensor parallel ranks (pools over which KV heads are split) of each prefill and decode")
     prefill_dp: int | None = setting(None, "--dp of the prefills alone")
@@ -64,7 +83,7 @@ class UpConfig:
         ("shm", "tcp"), f"how pages may move, the preferred way first, of {', '.join(TRANSPORTS)}"
     )
     checksum: bool = setting(False, "check every page that has moved, end to end (xxh3)")
-    prefix_cache: bool = setting(True, "keep the pages of prompts at prefill, for later ones that begin alike")
+    prefix_cache: bool = setting(True, "keep the pages of prompts for later ones that begin alike, on either side")
     reserve_tokens: int = setting(512, "decode: growth kept free per request at admission")
     page_size: int = setting(16, "tokens per page")
     pool_mb: int = setting(1024, "memory of each dp group's pages, MiB")
@@ -130,10 +149,11 @@ def _prefill(config: UpConfig, index: int) -> Part:
     bootstrap = config.bootstrap_port + index
     arguments = [
         *(*part.arguments, *_sizes(config, config.prefill_dp, config.prefill_tp), *_pairing(config)),
-        *("--load-balance-method", config.load_balance_method, "--bootstrap-port", str(bootstrap)),
+        *("--load-balance-method", config.load_balance_method),
     ]
-    if not config.prefix_cache:
-        arguments.append("--no-prefix-cache")
+    if config.dialect == PARAMS:  # no registry
+        return Part(part.name, (*arguments, "--lease-s", str(config.lease_s)), part.ports)
+    arguments += ["--bootstrap-port", str(bootstrap)]
     return Part(part.name, tuple(arguments), (*part.ports, ("bootstrap_port", bootstrap)))
 
 
@@ -142,6 +162,7 @@ def _decode(config: UpConfig, index: int) -> Part:
     arguments = [
         *(*part.arguments, *_sizes(config, config.decode_dp, config.decode_tp), *_pairing(config)),
         *("--reserve-tokens", str(config.reserve_tokens)),
+        *("--kv-load-failure-policy", config.kv_load_failure_policy),
     ]
     return Part(part.name, tuple(arguments), part.ports)
 
@@ -152,8 +173,9 @@ def _sizes(config: UpConfig, dp: int | None, tp: int | None) -> list[str]:
 
 def _pairing(config: UpConfig) -> list[str]:
     """What both sides of a pair are told alike."""
-    arguments = ["--decode-allocation-policy", config.decode_allocation_policy]
+    arguments = ["--dialect", config.dialect, "--decode-allocation-policy", config.decode_allocation_policy]
     arguments += ["--transport", ",".join(config.transport)]
+    arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
     return [*arguments, "--checksum"] if config.checksum else arguments
 
 
@@ -178,7 +200,8 @@ def _router(config: UpConfig) -> Part:
         *("--log-level", config.log_level),
     ]
     for i in range(config.prefill):
-        arguments += ["--prefill", f"http://127.0.0.1:{config.prefill_port + i}@{config.bootstrap_port + i}"]
+        registry = "" if config.dialect == PARAMS else f"@{config.bootstrap_port + i}"
+        arguments += ["--prefill", f"http://127.0.0.1:{config.prefill_port + i}{registry}"]
     for i in range(config.decode):
         arguments += ["--decode", f"http://127.0.0.1:{config.decode_port + i}"]
     for i in range(config.aggregated):
@@ -196,6 +219,9 @@ def _check_sizes(config: UpConfig) -> None:
             dp=config.dp if dp is None else dp,
             tp=config.tp if tp is None else tp,
             transport=config.transport,
+            dialect=config.dialect,
+            decode_allocation_policy=config.decode_allocation_policy,
+            lease_s=config.lease_s,
             page_size=config.page_size,
             pool_mb=config.pool_mb,
         )

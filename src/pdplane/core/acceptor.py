@@ -169,7 +169,8 @@ class Acceptor:
         part = slice_between(me.stamp.groups, me.stamp.page_size, *sides)
         if part is None:
             return no_slice(guest.here, me.shape, hello.rank, hello.shape)
-        return Up(Link(guest.here, Seat(hello.src, hello.rank)), common[0], part, hello.shape)
+        spoken = min(hello.protocol_max, PROTOCOL_VERSION)
+        return Up(Link(guest.here, Seat(hello.src, hello.rank)), common[0], part, hello.shape, spoken)
 
     def _wrong_instance(self, meant: Instance) -> Cause:
         return Cause("wrong_instance", f"{meant} is not here; this is {self._me.instance}", 503, retryable=True)

@@ -12,6 +12,7 @@ from .events import Cancel, Computed, Drain, Event, JobArrived, Released, Retrac
 from .ids import Rid
 from .node import Limits, Node, TimerKey
 from .pages import Owner, Page
+from .prompt_pages import Prompt, PromptPages
 from .queues import AdmissionQueue
 from .reserve import Reserve
 
@@ -29,8 +30,9 @@ class AggregatedNode(Node):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
-        self.reserve = Reserve(self.ledger, limits)
-        self.batch = Batch(self, self.reserve)
+        self.pages = PromptPages(self.ledger, limits)  # keys come with no job, so nothing is shared
+        self.reserve = Reserve(self.pages, limits)
+        self.batch = Batch(self, self.pages, self.reserve)
         self._queue: AdmissionQueue[_Job] = AdmissionQueue(limits.max_overtakes)
         self._waiting: dict[Rid, _Job] = {}
 
@@ -77,7 +79,8 @@ class AggregatedNode(Node):
             self._start(job)
 
     def _fits(self, job: _Job) -> bool:
-        return self.batch.may_admit(job.pages, job.most, job.arrived.priority, running=True)
+        prompt = Prompt(job.arrived.prompt_tokens)
+        return self.batch.may_admit(prompt, job.most, job.arrived.priority, running=True)
 
     def _arrived(self, event: JobArrived) -> None:
         if event.rid in self._waiting or event.rid in self.batch.running:

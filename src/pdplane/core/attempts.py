@@ -1,15 +1,19 @@
 """One client request and its attempts: who is asked, who is told, who may still answer. Sans-IO.
 
-A request is tried on one pair of workers at a time. An attempt is two legs, prefill and decode, that leave together
-under a fresh room and fresh rids. The machine is told what happened to the legs and to the client, and returns the
-effects that its shell (the router, or the simulator) carries out at once and in order. It has no clock: a deadline is
-an event.
+A request is tried on one pair of workers at a time. An attempt is two legs, prefill and decode, under fresh names. The
+machine is told what happened to the legs and to the client, and returns the effects that its shell (the router, or the
+simulator) carries out at once and in order. It has no clock: a deadline is an event.
+
+An attempt has one of two shapes. In the rooms dialect both legs leave together. In the params dialect they leave one
+after the other (`in_turn`): prefill answers first and then *holds* the KV, under a lease and for one consumer; decode's
+leg leaves with that answer, and what proves that the hold was taken is decode's own first byte.
 
 How to drive it::
 
     machine = RequestAttempts(retries=1)
     effects = machine.pair_chosen(prefill, decode)   # or no_pair(cause); Choose asks for one of the two again
     ... prefill_done, prefill_failed, decode_first_byte, decode_done, decode_failed   (each with its attempt number)
+    # in turn: pair_chosen(prefill, decode, in_turn=True), and prefill_done(attempt, held=True)
     ... cancel(cause)         client gone, abort call, deadline
     ... drain_limit()         the answer is out, but prefill's leg still hangs
 
@@ -18,6 +22,9 @@ What it guarantees, whatever the order of events:
 - The first terminal failure of either leg ends the other one, at once: its connection is closed *and* it is aborted
   by a call, since a worker may not see the close (I06, I08, I11).
 - Every leg that was opened is released exactly once (I25): prefill's load ends with prefill's leg, not with decode's.
+- A hold is let go exactly once: taken by decode, or released by `ReleaseHold` on every way out between prefill's
+  answer and decode's first byte, be it that decode refused or was not reached, that the client left, or the clock
+  (I06). No hold ever has a second consumer: a retry begins with another leg at prefill (I12).
 - One verdict, with its first cause (rule 1). A prefill that fails or hangs after decode's first byte changes nothing:
   decode is the authority then (PROTOCOL 4).
 - A retry happens only before the first byte to the client, only for failures where it is safe, on a pair without the
@@ -40,6 +47,7 @@ Side = Literal["prefill", "decode"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 NOBODY: Final = "nobody"
+HANDOFF: Final = "handoff"
 
 STALE_LIMIT = 2  # one side's idle connections, then the other's
 BUSY = frozenset({429, 503})
@@ -61,7 +69,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     answered: the worker said so itself, and is done with the attempt; otherwise (refused, reset, garbled) it may still
     be at work and is aborted like the other leg. blames: the side whose worker a retry must avoid, "" the side that
-    failed, "nobody" for a stale connection. reply: the worker's own answer, opaque here, to be passed on verbatim.
+    failed, "nobody" for a stale connection, "handoff" for a hold that was lost: that costs a retry and no worker is
+    avoided. reply: the worker's own answer, opaque here, to be passed on verbatim.
     """
 
     cause: Cause
@@ -80,6 +89,20 @@ class Open(msgspec.Struct, frozen=True):
     """Open both legs of the pair just chosen, both now, under a fresh room and fresh rids; count their load."""
 
     attempt: int
+
+
+class OpenLeg(msgspec.Struct, frozen=True):
+    """Open this leg of the pair alone, now, under a fresh id; count its load. Decode's carries prefill's answer."""
+
+    side: Side
+    attempt: int
+
+
+class ReleaseHold(msgspec.Struct, frozen=True):
+    """Tell prefill to let go what it holds for this attempt: decode has not taken it, and never will. The legs are
+    closed by then. At most once per hold."""
+
+    cause: Cause
 
 
 class EndLeg(msgspec.Struct, frozen=True):
@@ -121,7 +144,7 @@ class Done(msgspec.Struct, frozen=True):
     """Nothing of the request is left: no leg, no load. The last effect, once."""
 
 
-Effect = Choose | Open | EndLeg | Release | Forward | Reply | Break | Finish | Done
+Effect = Choose | Open | OpenLeg | ReleaseHold | EndLeg | Release | Forward | Reply | Break | Finish | Done
 Effects = tuple[Effect, ...]
 
 # What a request without trouble needs is made once.
@@ -136,7 +159,8 @@ _PREFILL_DONE_LAST: Effects = (_RELEASE_PREFILL, _DONE)
 _DECODE_DONE: Effects = (_RELEASE_DECODE, Finish(None))
 _DECODE_DONE_LAST: Effects = (_RELEASE_DECODE, Finish(None), _DONE)
 
-# Phases: choosing a pair; legs open and decode's head held; bytes flow; answer out but prefill's leg open; over.
+# Phases: choosing a pair; a leg open and no byte of decode's answer passed on yet; bytes flow; answer out but prefill's
+# leg open; over.
 CHOOSING, HELD, STREAMING, DRAINING, OVER = range(5)
 PHASE_NAMES = ("choosing", "held", "streaming", "draining", "over")
 
@@ -160,6 +184,8 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
     _last: Failure | None = None
     _prefill_open: bool = False
     _decode_open: bool = False
+    _in_turn: bool = False
+    _held: bool = False  # prefill's answer named a hold, and nobody has taken it yet
 
     @property
     def over(self) -> bool:
@@ -172,13 +198,17 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
-    def pair_chosen(self, prefill: str | None, decode: str) -> Effects:
-        """Workers by name. `prefill` None: an aggregated worker that does both, on the decode leg alone."""
+    def pair_chosen(self, prefill: str | None, decode: str, in_turn: bool = False) -> Effects:
+        """Workers by name. `prefill` None: a worker that does both, on the decode leg alone. `in_turn`: prefill's leg
+        first, decode's once prefill has answered."""
         if self.phase != CHOOSING:
             return self._late()
         self.phase = HELD
         self.prefill, self.decode = prefill, decode
         self._prefill_open = prefill is not None
+        if in_turn and prefill is not None:
+            self._in_turn = True
+            return (OpenLeg(PREFILL, self.attempt),)
         self._decode_open = True
         return _OPEN if self.attempt == 0 else (Open(self.attempt),)
 
@@ -191,20 +221,25 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
 
     # --- prefill's leg ----------------------------------------------------------------------------------------
 
-    def prefill_done(self, attempt: int) -> Effects:
-        """Its 2xx answer was read to the end."""
+    def prefill_done(self, attempt: int, held: bool = False) -> Effects:
+        """Its 2xx answer was read to the end. In turn: decode is next; `held`: prefill keeps the KV for it."""
         if attempt != self.attempt or not self._prefill_open:
             return self._late()
         self._prefill_open = False
+        if self._in_turn:
+            self._held, self._decode_open = held, True
+            return (_RELEASE_PREFILL, OpenLeg(DECODE, attempt))
         if self.phase == DRAINING:
             self.phase = OVER
             return _PREFILL_DONE_LAST
         return _PREFILL_DONE
 
-    def prefill_failed(self, attempt: int, failure: Failure) -> Effects:
+    def prefill_failed(self, attempt: int, failure: Failure, held: bool = False) -> Effects:
+        """`held`: it answered, and holds what cannot be used (its lease is too short, say)."""
         if attempt != self.attempt or not self._prefill_open:
             return self._late()
         if self.phase == HELD:
+            self._held = held
             return self._attempt_failed(PREFILL, failure)
         effects = self.prefill_done(attempt)  # decode has what it needs: its bytes are the proof
         return effects if failure.answered else (EndLeg(PREFILL, failure.cause), *effects)
@@ -221,9 +256,10 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
 
     def decode_first_byte(self, attempt: int) -> Effects:
         """The first byte of the body of a 2xx answer. The head before it was held (retry ends here)."""
-        if attempt != self.attempt or self.phase != HELD:
+        if attempt != self.attempt or self.phase != HELD or not self._decode_open:
             return self._late()
         self.phase = STREAMING
+        self._held = False  # decode answers only once it has taken the hold, or has no use for it
         return _FORWARD
 
     def decode_done(self, attempt: int) -> Effects:
@@ -231,7 +267,7 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
         if attempt != self.attempt or not self._decode_open:
             return self._late()
         forward = _FORWARD if self.phase == HELD else _NOTHING
-        self._decode_open = False
+        self._decode_open = self._held = False
         self.phase = DRAINING if self._prefill_open else OVER
         return forward + (_DECODE_DONE if self._prefill_open else _DECODE_DONE_LAST)
 
@@ -273,6 +309,7 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
             return self._over((*effects, Reply(failure)), failure.cause)
         self._exclude(failure.blames or side)
         self.attempt += 1
+        self._in_turn = False
         self.phase = CHOOSING
         return (*effects, Choose(self._excluded))
 
@@ -290,7 +327,7 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
             self._excluded |= {worker}
 
     def _end_legs(self, cause: Cause) -> list[Effect]:
-        """Every leg still open is ended, then released."""
+        """Every leg still open is ended, then released; then the hold is, which no leg can take any more."""
         effects: list[Effect] = []
         if self._prefill_open:
             self._prefill_open = False
@@ -298,11 +335,15 @@ class RequestAttempts(msgspec.Struct, gc=False, eq=False):
         if self._decode_open:
             self._decode_open = False
             effects += (EndLeg(DECODE, cause), _RELEASE_DECODE)
+        if self._held:
+            self._held = False
+            effects.append(ReleaseHold(cause))
         return effects
 
     def _over(self, effects: Effects, cause: Cause) -> Effects:
         assert not self._prefill_open, "a verdict with prefill's leg left open"
         assert not self._decode_open, "a verdict with decode's leg left open"
+        assert not self._held, "a verdict with a hold left at prefill"
         self.phase = OVER
         self.cause = cause
         return (*effects, Finish(cause), _DONE)

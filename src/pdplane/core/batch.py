@@ -2,33 +2,35 @@
 
 A request asks for a page when no more than half a page is left ahead of it. Where none is free it goes on to its edge;
 only there, where its next token has no place, somebody gives way for it (core/retract.py says who). Pages are free only
-when the engine has let go of them: Retracted or Released, its own completion.
+when the engine has let go of them: Retracted or Released, its own completion. Then the prefix cache gets those of the
+prompt, where what was handed off is known to be whole: tokens behind it are nobody else's prompt yet.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
 from .effects import AbortEngine, ExtendPages, FinishEngine, RestoreEngine, RetractEngine
 from .errors import Cause, deadline
-from .ids import Rid
+from .ids import PageId, Rid
 from .layout import pages_for
 from .node import Node
 from .pages import Page
+from .prompt_pages import Prompt, PromptPages
 from .reserve import Reserve
 from .retract import Phase, Running, by_rank, due, victim
 
 __all__ = ["Batch", "Running"]
 
-RETURNABLE = (Page.GRANTED, Page.FILLED, Page.DRAINING)
-
 
 class Batch:
     """The requests of one node that its engine knows: running, and laid aside."""
 
-    def __init__(self, node: Node, reserve: Reserve) -> None:
+    def __init__(self, node: Node, pages: PromptPages, reserve: Reserve) -> None:
         self.running: dict[Rid, Running] = {}
         self._node = node
+        self._pages = pages
         self._reserve = reserve
         self._hungry: dict[Rid, None] = {}
         self._aside: list[Running] = []  # by rank: they wait to come back, or will once their copy is made
@@ -52,17 +54,22 @@ class Batch:
         """A newcomer that was refused stays refused while this is the same."""
         return (*self._reserve.stamp, self._aside[0].priority if self._aside else None)
 
-    def may_admit(self, pages: int, most: int, priority: int, *, running: bool = False) -> bool:
-        """May a newcomer take `pages` now? Not while anybody of its priority or a higher one is laid aside: that one
+    @property
+    def heads(self) -> Iterable[list[PageId]]:
+        """What each request shares."""
+        return (request.head for request in self.running.values())
+
+    def may_admit(self, prompt: Prompt, most: int, priority: int, *, running: bool = False) -> bool:
+        """May a newcomer take its pages now? Not while anybody of its priority or a higher one is laid aside: that one
         was here before, and its pages would never come together."""
         if self._aside and priority <= self._aside[0].priority:
             return False
-        return self._reserve.may_admit(pages, most, running=running)
+        return self._reserve.may_admit(prompt, most, running=running)
 
     # --- a request's life -------------------------------------------------------------------------------------------
 
     def start(self, request: Running, deadline_at: float) -> None:
-        """The engine owns it from here; its pages are `active` already."""
+        """The engine owns it from here; its own pages are `active` already."""
         self._started += 1
         request.serial = self._started
         self.running[request.rid] = request
@@ -85,7 +92,7 @@ class Batch:
             return
         request.phase, request.tokens = Phase.PARKED, tokens
         self._placeless += 1
-        freed = self._free(request)
+        freed = self._give_back(request, keep=False)
         self._node.note(rid, request.room, "retracted", f"{tokens} tokens, {freed} pages freed")
         self._node.count("retracted")
 
@@ -101,6 +108,19 @@ class Batch:
             self._node.out.append(AbortEngine(rid))
         return True
 
+    def withdraw(self, rid: Rid) -> None:
+        """Takes a running request out again, without an answer; its Released follows."""
+        request = self.running.get(rid)
+        if request is not None and not request.aborting:
+            request.aborting = True
+            self._leave(request)
+            self._node.out.append(AbortEngine(rid))
+
+    def proven(self, rid: Rid) -> None:
+        """What was handed off is known to be whole now."""
+        if request := self.running.get(rid):
+            request.whole = True
+
     def released(self, rid: Rid, error: str) -> None:
         """Own completion: the engine has let go, the pages are free."""
         request = self.running.pop(rid, None)
@@ -110,7 +130,7 @@ class Batch:
         self._leave(request)
         self._node.timers.clear(("running", rid))
         self._placeless -= request.phase is Phase.PARKED
-        freed = self._free(request)
+        freed = self._give_back(request, keep=not error)
         self._node.note(rid, request.room, "freed", f"{freed} pages")
         if error and not request.aborting:
             self._node.answer_failed(rid, request.room, Cause("engine_error", error, 500, side=self._node.side))
@@ -124,13 +144,13 @@ class Batch:
 
     def grow(self) -> None:
         """Feeds the hungry, the first by rank first; makes room for those at their edge. Before any admission."""
-        if self._hungry and (free := self._node.ledger.free_count):
-            for request in sorted((self.running[rid] for rid in self._hungry), key=by_rank)[:free]:
+        if self._hungry and (available := self._pages.available):
+            for request in sorted((self.running[rid] for rid in self._hungry), key=by_rank)[:available]:
                 self._feed(request)
         self._make_room()
 
     def _feed(self, request: Running) -> None:
-        (page,) = self._node.ledger.take(1, Page.ACTIVE, request.owner)
+        (page,) = self._pages.take_more(1, Page.ACTIVE, request.owner)
         self._reserve.grown(request.owner)
         request.pages.append(page)
         self._node.out.append(ExtendPages(request.rid, (page,)))
@@ -140,7 +160,7 @@ class Batch:
     def _make_room(self) -> None:
         """Nobody gives way for pages that are due anyhow."""
         starving = [rid for rid in self._hungry if self._at_edge(self.running[rid])]
-        while starving and len(starving) > due(self.running.values()):
+        while starving and len(starving) > due(self.running.values(), self._pages):
             gives = victim(self.running.values())
             if gives is None:
                 self._alone()
@@ -153,7 +173,7 @@ class Batch:
         first, *others = [request for request in self.running.values() if request.steps]
         if others:
             return  # they compute their prompts, for which they have all pages; then they can
-        if self.full and self._node.ledger.counts[Page.FILLED]:
+        if self.full and self._reserve.complete:
             self._retract(first)
         elif not self._returnable():
             self._finish(first)
@@ -177,18 +197,18 @@ class Batch:
     def _pages_back(self, request: Running) -> int:
         """How many pages it comes back with, 0 where it may not now: as for a newcomer, growth is kept free, so that it
         is not laid aside again at once. One that finds the pool to itself takes what there is, if that leads on."""
-        size, free = self._node.limits.page_size, self._node.ledger.free_count
+        size, available = self._node.limits.page_size, self._pages.available
         wanted = min(pages_for(request.tokens, size) + 1, request.most)
-        if self._reserve.may_admit(wanted, request.most, running=True):
+        if self._reserve.may_return(wanted, request.most):
             return wanted
-        alone = not len(self._reserve) and free < wanted
-        return free if alone and free * size > request.tokens else 0
+        alone = not len(self._reserve) and available < wanted
+        return available if alone and available * size > request.tokens else 0
 
     def _restore(self, request: Running, count: int) -> None:
         self._aside.remove(request)
         self._placeless -= 1
         self._reserve.admit(request.owner, count, request.most, running=True)
-        request.pages = list(self._node.ledger.take(count, Page.ACTIVE, request.owner))
+        request.pages = list(self._pages.take_more(count, Page.ACTIVE, request.owner))
         request.phase = Phase.RUNNING
         self._node.out.append(RestoreEngine(request.rid, tuple(request.pages)))
         self._node.note(request.rid, request.room, "restored", f"{count} pages")
@@ -199,7 +219,7 @@ class Batch:
         request.phase = Phase.SPILLING
         self._stop_growing(request)
         insort(self._aside, request, key=by_rank)
-        self._node.ledger.shift(request.pages, request.owner, Page.ACTIVE, Page.SPILLING)
+        self._node.ledger.shift(request.own, request.owner, Page.ACTIVE, Page.SPILLING)
         self._node.out.append(RetractEngine(request.rid, tuple(request.pages)))
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
@@ -220,15 +240,24 @@ class Batch:
         self._hungry.pop(request.rid, None)
         self._reserve.drop(request.owner)
 
-    def _free(self, request: Running) -> int:
-        pages, request.pages = request.pages, []
-        self._node.ledger.free(pages, request.owner)
-        return len(pages)
+    def _give_back(self, request: Running, *, keep: bool) -> int:
+        """`keep`: the prompt's full pages go to the cache, if they are whole. Returns how many pages it held."""
+        if keep and request.whole and request.phase is Phase.RUNNING and request.tokens >= request.prompt:
+            self._keep(request)
+        else:
+            self._node.ledger.free(request.own, request.owner)
+        self._pages.release(request.head)
+        held, request.pages, request.shared = len(request.pages), [], 0
+        return held
+
+    def _keep(self, request: Running) -> None:
+        prompt = Prompt(len(request.page_keys) * self._node.limits.page_size, request.page_keys)
+        self._pages.keep(prompt, request.pages, request.shared, request.owner, Page.ACTIVE)
 
     def _returnable(self) -> bool:
         """May pages come back that nobody who runs holds?"""
-        counts = self._node.ledger.counts
-        return any(counts[state] for state in RETURNABLE) or due(self.running.values()) > 0
+        leaving = any(request.pages for request in self.running.values() if not request.steps)
+        return leaving or self._reserve.coming or self._node.ledger.counts[Page.DRAINING] > 0
 
     def _at_edge(self, request: Running) -> bool:
         return request.tokens >= len(request.pages) * self._node.limits.page_size

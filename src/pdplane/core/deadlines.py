@@ -37,6 +37,10 @@ class Timers(Generic[K]):
     def is_set(self, key: K) -> bool:
         return key in self._due
 
+    def when(self, key: K) -> float | None:
+        """The due time; None where it is not set."""
+        return self._due[key][0] if key in self._due else None
+
     def running(self) -> list[K]:
         """The keys that are set, for whoever asks what is still waited for."""
         return list(self._due)

@@ -6,6 +6,8 @@ then admission (I14: what is finished is harvested before anything new is let in
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from .admission import queue_full, refuse
 from .batch import Batch
 from .door import Door
@@ -39,6 +41,7 @@ from .node import Limits, Node, TimerKey
 from .owed import FromPrefill, Owed
 from .pages import NOBODY, Owner
 from .peers import Peers
+from .prompt_pages import PromptPages
 from .receiver import Receiver
 from .reserve import Reserve
 from .rooms import Rooms, Tombstone
@@ -60,14 +63,15 @@ class DecodeNode(Node):
         self.policy = me.stamp.policy
         self.fenced = fenced
         self.rooms: Rooms[Receiver] = Rooms(limits.tombstone_s)
-        self.reserve = Reserve(self.ledger, limits)
-        self.batch = Batch(self, self.reserve)
-        self.members = Membership(me, limits.session, self.out, self._beat)
-        self.door = Door(self, self.reserve, self.batch)
+        self.pages = PromptPages(self.ledger, limits)
+        self.reserve = Reserve(self.pages, limits)
+        self.batch = Batch(self, self.pages, self.reserve)
+        self.members: Membership[Room] = Membership(me, limits.session, self.out, self._beat)
+        self.door = Door(self, self.pages, self.reserve, self.batch)
         self._waiting: set[Room] = set()
         self._allocating: set[Room] = set()  # of these, what stands at the door for pages
         self._owed = Owed(self)
-        self._peers = Peers(self, self.members)
+        self._peers: Peers[Room] = Peers(self, self.members)
         self._by_rid: dict[Rid, Receiver] = {}
         self._by_grant: dict[GrantNo, Receiver] = {}
         self._progress: dict[Room, int] = {}
@@ -218,7 +222,7 @@ class DecodeNode(Node):
         self.timers.set(("deadline", leg.room), leg.deadline)
         self.timers.set(("queue", leg.room), self.now + self.limits.queue_limit_s)
         self.note(leg.rid, leg.room, R.QUEUED)
-        self._peers.seek(leg)
+        self._peers.seek(leg.address, leg.room, leg.dp_rank)
 
     def _cancel(self, rid: Rid, cause: Cause) -> None:
         if self.batch.cancel(rid, cause):
@@ -283,7 +287,7 @@ class DecodeNode(Node):
         self._by_rid.pop(receiver.rid, None)
         self._by_grant.pop(receiver.grant, None)
         self.members.forget(room)
-        if receiver.pages == () or receiver.cause is not None:
+        if not receiver.running:
             self.reserve.drop(receiver.owner)
         self.rooms.bury(room, receiver.cause, receiver.rid, receiver.grant, self.now)
         if receiver.cause is not None:
@@ -381,6 +385,17 @@ class DecodeNode(Node):
                     end = receiver.state not in ENDED_STATES
                     receiver.apply(RE.PEER_GONE, cause=cause if end else None, link=link)
         self.out.append(Teardown(instance, GrantNo(self._grants)))
+
+    def audit(self) -> list[str]:
+        return super().audit() + self.pages.audit(self._heads())
+
+    def audit_all(self) -> list[str]:
+        return super().audit_all() + self.pages.audit_all(self._heads())
+
+    def _heads(self) -> Iterator[Sequence[PageId]]:
+        """What each request shares, on its way or in the batch."""
+        yield from (receiver.shared for receiver in self.rooms.live.values())
+        yield from self.batch.heads
 
     def _beat(self) -> Beat:
         return Beat(src=self.instance, running=len(self.batch), waiting=self.waiting)

@@ -165,7 +165,7 @@ class Dialler:
         part = slice_between(me.stamp.groups, me.stamp.page_size, *sides)
         if part is None:
             return no_slice(welcome.rank, welcome.shape, self.here, me.shape)
-        return Up(Link(self.here, seat), endpoint, part, welcome.shape)
+        return Up(Link(self.here, seat), endpoint, part, welcome.shape, welcome.protocol)
 
     def give_way(self) -> None:
         """The same seat is met by another dialler now: its instance is not gone, and nobody is told."""

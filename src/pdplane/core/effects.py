@@ -10,7 +10,8 @@ import msgspec
 from .errors import Cause
 from .events import ControlEndpoint
 from .frames import DataEndpoint, Frame, Row
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
+from .ids import NO_GRANT, ConnId, GrantNo, HoldNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room
+from .layout import OLDEST_PROTOCOL
 from .slices import Slice
 
 # --- control network ----------------------------------------------------------------------------------------------
@@ -61,19 +62,23 @@ class CloseConn(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """How one link's pages come: by which kind of transport, and what of each page."""
+    """How one link's pages come: by which kind of transport, and what of each page. `protocol`: what its session
+    speaks."""
 
     link: Link
     kind: str
     slice: Slice
+    protocol: int = OLDEST_PROTOCOL
 
 
 class ArmGrant(msgspec.Struct, frozen=True):
-    """Let these lanes land these pages under the grant. Precedes the GRANT frames (O2)."""
+    """Let these lanes land these pages under the grant. Precedes the GRANT frames (O2). `shared`: the pages of the
+    prompt's head that are here already, for whoever watches: nothing lands there."""
 
     grant: GrantNo
     pages: tuple[PageId, ...]
     lanes: tuple[Lane, ...]
+    shared: tuple[PageId, ...] = ()
 
 
 class RevokeGrant(msgspec.Struct, frozen=True):
@@ -150,11 +155,28 @@ class RunDecode(msgspec.Struct, frozen=True):
 
 
 class RunWhole(msgspec.Struct, frozen=True):
-    """An aggregated request, from its prompt -> Computed..., Released."""
+    """A request from its prompt -> Computed..., Released. The first `computed` tokens have their KV in the pages, of
+    which the first `shared` are only read; the last token is recomputed in any case, for its logits. gated: nothing of
+    it goes to the client before Ungate; a second RunWhole of the rid, after its Released, begins anew."""
 
     rid: Rid
     pages: tuple[PageId, ...]
     max_new: int
+    computed: int = 0
+    shared: int = 0
+    gated: bool = False
+
+
+class Ungate(msgspec.Struct, frozen=True):
+    """What was held back of this request's answer goes out, and what follows goes as it comes."""
+
+    rid: Rid
+
+
+class ConnectorWork(msgspec.Struct, frozen=True):
+    """For the connector's worker half on every rank, which alone understands it -> ConnectorOutput of each rank."""
+
+    work: object
 
 
 class ExtendPages(msgspec.Struct, frozen=True):
@@ -197,6 +219,16 @@ class AnswerFailed(msgspec.Struct, frozen=True):
 
     rid: Rid
     cause: Cause
+
+
+class AnswerHeld(msgspec.Struct, frozen=True):
+    """Prefill's answer in the params dialect: the prompt is computed, and its KV is held for whoever presents this."""
+
+    rid: Rid
+    row: Row
+    hold: HoldNo
+    pages: tuple[PageId, ...]
+    lease_s: float
 
 
 class AnswerRow(msgspec.Struct, frozen=True):
@@ -246,6 +278,8 @@ Effect = (
     | RunPrefill
     | RunDecode
     | RunWhole
+    | Ungate
+    | ConnectorWork
     | ExtendPages
     | RetractEngine
     | RestoreEngine
@@ -253,6 +287,7 @@ Effect = (
     | AbortEngine
     | AnswerFailed
     | AnswerRow
+    | AnswerHeld
     | Note
     | Count
     | Alarm

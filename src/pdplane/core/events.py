@@ -1,7 +1,7 @@
 """Every input of the core. The shell (a worker process, or the simulator) reports what happened; the core decides.
 
-Times are seconds on one monotonic clock, passed beside the event. What people and clients
-ask for (`LegArrived`, `JobArrived`, `Cancel`, `Drain`, `OperatorRelease`) stands first; all else is fact.
+Times are seconds on one monotonic clock, passed beside the event. What people and clients ask for (`LegArrived`,
+`RequestArrived`, `JobArrived`, `Cancel`, `Drain`, `OperatorRelease`) stands first; all else is fact.
 """
 
 from __future__ import annotations
@@ -10,9 +10,33 @@ import msgspec
 
 from .errors import Cause
 from .frames import Frame, PromptId, TopLogprob
-from .ids import ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Shape
+from .ids import ConnId, GrantNo, HoldNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Shape
+
+
+class ControlEndpoint(msgspec.Struct, frozen=True, order=True):
+    """Where a prefill rank listens for control sessions."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 # --- from the HTTP edge -------------------------------------------------------------------------------------------
+
+
+class KVOutput(msgspec.Struct, kw_only=True):
+    """vLLM's KVConnectorOutput, by rids. finished_sending: held pages may be freed. finished_recving: a load is over,
+    well or not; whoever is in failed_recving is in it too. invalid_block_ids: pages of loads which did not come whole,
+    said with or before their finished_recving. confirmed (ours): nothing of this load can have been another's; until
+    then no byte of its answer leaves."""
+
+    finished_sending: set[Rid] = msgspec.field(default_factory=set)
+    finished_recving: set[Rid] = msgspec.field(default_factory=set)
+    failed_recving: dict[Rid, Cause] = msgspec.field(default_factory=dict)
+    invalid_block_ids: set[PageId] = msgspec.field(default_factory=set)
+    confirmed: set[Rid] = msgspec.field(default_factory=set)
 
 
 class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +45,7 @@ class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     newcomer's, also where the rid is in use: a shell does not let in a rid that another client still waits for.
 
     dp_rank: the prefill rank that was named explicitly (decode side only). page_keys: one key per full page of the
-    prompt, each over all tokens up to that page's end (prefill side, where prefixes are cached).
+    prompt, each over all tokens up to that page's end (where prefixes are cached).
     """
 
     rid: Rid
@@ -33,6 +57,59 @@ class LegArrived(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     dp_rank: int | None = None
     page_keys: tuple[bytes, ...] = ()
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answered kv_transfer_params names (the params dialect): where which KV is held, and of which prompt.
+
+    pages: of the whole prompt, in order. endpoints: the control ports of the ranks of that dp group. lease_s: left when
+    it was answered. rid: prefill's own name of the request, for people.
+    """
+
+    instance: Instance
+    hold: HoldNo
+    pages: tuple[PageId, ...]
+    prompt: PromptId
+    endpoints: tuple[tuple[Rank, ControlEndpoint], ...]
+    shape: Shape
+    dp: int
+    lease_s: float
+    rid: Rid = Rid("")
+
+
+class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of the params dialect. At prefill: compute and hold. At decode: read what `handle` names, and compute
+    the prompt here where there is none. The rest as in LegArrived."""
+
+    rid: Rid
+    prompt: PromptId
+    max_new: int
+    deadline: float
+    priority: int = 0
+    page_keys: tuple[bytes, ...] = ()
+    handle: Handle | None = None
+
+
+class HandleRefused(msgspec.Struct, frozen=True):
+    """Decode's edge has turned away a request that brought this handle: nobody will read it."""
+
+    handle: Handle
+    cause: Cause
+
+
+class ReleaseHold(msgspec.Struct, frozen=True):
+    """At prefill, by exact name: whoever was to read this will not (the client has left between the hops, decode cannot
+    be reached)."""
+
+    rid: Rid
+    cause: Cause
+
+
+class ConnectorOutput(msgspec.Struct, frozen=True):
+    """What a connector's worker half on our rank `rank` has finished since it said so last (core/connector.py)."""
+
+    rank: Rank
+    output: KVOutput
 
 
 class LegRefused(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,16 +149,6 @@ class OperatorRelease(msgspec.Struct, frozen=True):
 
 
 # --- from the registry and the control network --------------------------------------------------------------------
-
-
-class ControlEndpoint(msgspec.Struct, frozen=True, order=True):
-    """Where a prefill rank listens for control sessions."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class RouteKnown(msgspec.Struct, frozen=True):
@@ -213,6 +280,10 @@ class Tick(msgspec.Struct, frozen=True):
 
 Event = (
     LegArrived
+    | RequestArrived
+    | HandleRefused
+    | ReleaseHold
+    | ConnectorOutput
     | LegRefused
     | JobArrived
     | Cancel

@@ -12,7 +12,7 @@ from typing import TypedDict
 import msgspec
 
 from .errors import Cause
-from .ids import NO_GRANT, GrantNo, Instance, PageId, Rank, Room, Shape
+from .ids import NO_GRANT, GrantNo, HoldNo, Instance, PageId, Rank, Room, Shape
 from .layout import Stamp
 
 
@@ -136,14 +136,23 @@ class Announce(_RoomFrame, frozen=True, tag="announce", kw_only=True):
 
 
 class Grant(_RoomFrame, frozen=True, tag="grant", kw_only=True):
-    """`pages[i]` of the receiver's pool takes page i of the prompt. Authorises writes to these pages only, and on this
-    session only. `links`: the (prefill rank, decode rank) pairs of the whole grant; () where this one is all.
-    `time_left_s` of the request is for whoever reads the frames: each leg has its own deadline."""
+    """`pages[i]` of the receiver's pool takes page decode_prefix_len + i of the prompt. Authorises writes to these
+    pages only, and on this session only. `links`: the (prefill rank, decode rank) pairs of the whole grant; () where
+    this one is all. `time_left_s` of the request is for whoever reads the frames: each leg has its own deadline.
+
+    decode_prefix_len: how many pages of the prompt's head decode has already, all of them full (protocol 3). With all
+    of them there, `pages` is empty, and SUCCESS and row are due all the same. Not sent where it is 0."""
 
     pages: tuple[PageId, ...]
     prompt: PromptId
     time_left_s: float
     links: tuple[tuple[Rank, Rank], ...] = ()
+    decode_prefix_len: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def prefix_pages(self) -> int:
+        """decode_prefix_len, 0 where it was not sent."""
+        return 0 if self.decode_prefix_len is msgspec.UNSET else self.decode_prefix_len
 
 
 class Abort(_RoomFrame, frozen=True, tag="abort", kw_only=True):
@@ -176,8 +185,87 @@ class Drained(_RoomFrame, frozen=True, tag="drained", kw_only=True):
     """This rank writes no more under `grant`, ever."""
 
 
+# --- frames of the params dialect -------------------------------------------------------------------------------------
+
+
+class HoldIdentity(TypedDict):
+    """Rule 2, as keyword arguments of a hold frame."""
+
+    hold: HoldNo
+    grant: GrantNo
+    src: Instance
+    dst: Instance
+    rank: Rank
+
+
+class _HoldFrame(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
+    """`hold` is prefill's number. The consumer is decode's instance and its own `grant`, 0 before it has any."""
+
+    hold: HoldNo
+    grant: GrantNo = NO_GRANT
+    src: Instance
+    dst: Instance
+    rank: Rank  # of prefill
+
+
+class Read(_HoldFrame, frozen=True, tag="read", kw_only=True):
+    """Bring held page `src_pages[i]` to granted page `dst_pages[i]`, over this link; on every link of `links` (() where
+    this one is all). The pages are the last ones of the hold: what comes before them decode has. Said again after a
+    lost session: what was under way goes on, what has failed is said again."""
+
+    src_pages: tuple[PageId, ...]
+    dst_pages: tuple[PageId, ...]
+    prompt: PromptId
+    links: tuple[tuple[Rank, Rank], ...] = ()
+
+
+class Confirm(_HoldFrame, frozen=True, tag="confirm", kw_only=True):
+    """Every read has completed. Was the hold still held, and this consumer's? Answered by CONFIRMED; with that answer
+    the hold is over: one consumer each."""
+
+
+class Release(_HoldFrame, frozen=True, tag="release", kw_only=True):
+    """Decode will not read, or not go on reading. Not answered."""
+
+    cause: Cause
+
+
+class _Leases(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
+    src: Instance
+    dst: Instance
+    rank: Rank  # of prefill
+    holds: tuple[HoldNo, ...]
+
+
+class Renew(_Leases, frozen=True, tag="renew", kw_only=True):
+    """All that this decode still wants of this prefill, in one frame."""
+
+
+class Renewed(_Leases, frozen=True, tag="renewed", kw_only=True):
+    """Which of them are held for this decode, for `lease_s` from now. The others are not, and `why` says why: a renewal
+    revives nothing. Not sent where all are held."""
+
+    lease_s: float
+    why: dict[HoldNo, Cause] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Confirmed(_HoldFrame, frozen=True, tag="confirmed", kw_only=True):
+    """`refusal` None: it was held until this moment, so nothing that was read could have been another's."""
+
+    refusal: Cause | None = None
+
+
+class ReadFailed(_HoldFrame, frozen=True, tag="read_failed", kw_only=True):
+    """The pages of this link will not all come."""
+
+    cause: Cause
+
+
 SessionFrame = Hello | Welcome | Reject | Beat
 ToPrefill = Announce | Grant | Abort | Received
 ToDecode = Ready | Success | Failed | Drained
 RoomFrame = ToPrefill | ToDecode
-Frame = SessionFrame | RoomFrame
+ToHolder = Read | Confirm | Release | Renew
+ToReader = Confirmed | ReadFailed | Renewed
+HoldFrame = ToHolder | ToReader
+Frame = SessionFrame | RoomFrame | HoldFrame

@@ -22,6 +22,9 @@ GrantNo = NewType("GrantNo", int)
 Instance = NewType("Instance", str)
 """One life of one process. A restart on the same address is another instance."""
 
+HoldNo = NewType("HoldNo", int)
+"""One hold of computed KV by one prefill instance (the params dialect): monotone, never reused."""
+
 PageId = NewType("PageId", int)
 """Index of a page in one pool."""
 

@@ -15,9 +15,12 @@ import msgspec
 from .errors import Cause
 from .ids import Shape
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 EARLY = "early"
 PREFILL_COMPLETE = "prefill_complete"
+ROOMS = "rooms"
+PARAMS = "params"
+PREFIX_PROTOCOL = 3  # from here on a grant may say that decode has the prompt's head already
 OLDEST_PROTOCOL = 1  # still spoken: one rank, policy early, tcp
 MOST_SHOWN = 400  # characters of one side's value in a refusal
 
@@ -57,6 +60,7 @@ class Stamp(msgspec.Struct, frozen=True):
     protocol: int = OLDEST_PROTOCOL  # protocol 1 wants its own number here: what is spoken stands below
     protocol_min: int = OLDEST_PROTOCOL
     protocol_max: int = OLDEST_PROTOCOL  # a worker says PROTOCOL_VERSION; who says nothing is of protocol 1
+    dialect: str = ROOMS  # who says nothing is of protocol 2 or 1, which know no other
 
     @property
     def token_bytes(self) -> int:
@@ -120,11 +124,12 @@ _REMEDIES = {
     "tokenizer": "give both sides the same tokenizer files, beside the model's weights",
     "kv_dtype": "start both sides with the same KV dtype",
     "page_size": "give both sides the same --page-size",
+    "dialect": "give both sides the same --dialect",
     "policy": "give both sides the same --decode-allocation-policy",
     "groups": "start both sides with the same model and KV layout",
     "page_bytes": "start both sides with the same model and KV layout",
 }
-_COMPARED = ("model", "weights", "tokenizer", "kv_dtype", "page_size", "policy", "page_bytes")
+_COMPARED = ("model", "weights", "tokenizer", "kv_dtype", "page_size", "dialect", "policy", "page_bytes")
 
 
 def _unfit(what: str, ours: str, theirs: str) -> Cause:

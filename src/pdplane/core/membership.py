@@ -5,11 +5,15 @@ That is how a restart on the same address, or on another one behind the same reg
 
 A room belongs to one data parallel rank of its prefill: the one its leg names, or room % dp, or what prefill has
 written into its registry. It is worked out once, here, and what was named must not contradict it (I21).
+
+In the params dialect the place of the room is taken by a request's serial number, and that of the registry by what
+prefill has answered: `look_up` is told who must be found anew, and `known` tells it as a registry would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -24,7 +28,11 @@ from .session import Identity, Notice, SessionTimes
 from .slices import pairs, shard_bytes
 
 LOOK_AGAIN_S = 1.0  # at a route, while rooms wait for a rank that prefill has not written
+KEPT_IDLE = 64  # addresses where nobody is met: what was tried there lately is known, and not dialled at once again
 ASK_AGAIN_S = 0.05  # for a room's dp rank that prefill has not written yet
+
+
+K = TypeVar("K", bound=int)  # what waits for lanes: a room, or a request's serial number
 
 
 class Want(msgspec.Struct):
@@ -35,7 +43,7 @@ class Want(msgspec.Struct):
     ask_at: float | None = None
 
 
-class PrefillGroup(msgspec.Struct):
+class PrefillGroup(msgspec.Struct, Generic[K]):
     """One prefill instance group as its registry describes it; `shape` None until it has."""
 
     address: str
@@ -44,15 +52,23 @@ class PrefillGroup(msgspec.Struct):
     endpoints: dict[Rank, ControlEndpoint] = {}
     looking: bool = False
     looked_at: float = 0.0
-    waiting: dict[Room, Want] = {}
+    waiting: dict[K, Want] = {}
     pairs: dict[int, tuple[tuple[Rank, Rank], ...]] = {}  # by dp rank, worked out once per answer
 
 
-class Membership:
+class Membership(Generic[K]):
     """Groups by registry address, diallers by endpoint and rank of ours."""
 
-    def __init__(self, me: Identity, times: SessionTimes, out: list[Effect], beat: Callable[[], Beat]) -> None:
-        self.groups: dict[str, PrefillGroup] = {}
+    def __init__(
+        self,
+        me: Identity,
+        times: SessionTimes,
+        out: list[Effect],
+        beat: Callable[[], Beat],
+        look_up: Callable[[str], None] | None = None,
+    ) -> None:
+        self.groups: dict[str, PrefillGroup[K]] = {}
+        self._ask = look_up or (lambda address: out.append(LookUp(address)))
         self.diallers: dict[tuple[ControlEndpoint, Rank], Dialler] = {}
         self._me, self._times, self._out, self._beat = me, times, out, beat
         self._of_conn: dict[ConnId, Dialler] = {}  # learnt on the way, checked at use
@@ -60,7 +76,7 @@ class Membership:
 
     # --- rooms ------------------------------------------------------------------------------------------------------
 
-    def seek(self, address: str, room: Room, named: int | None, now: float) -> tuple[Lane, ...] | Cause | None:
+    def seek(self, address: str, room: K, named: int | None, now: float) -> tuple[Lane, ...] | Cause | None:
         """The lanes for `room` where all their sessions are up; a Cause where they are and it cannot be had there all
         the same; None where the room waits now (ready, known, failed or refused will name it)."""
         group = self.groups.setdefault(address, PrefillGroup(address))
@@ -75,17 +91,17 @@ class Membership:
             self._look_up(group)
         return None
 
-    def _vouched(self, group: PrefillGroup) -> bool:
+    def _vouched(self, group: PrefillGroup[K]) -> bool:
         """A session that the last answer led to is up: what the answer said of the group still stands."""
         named = set(group.endpoints.values())
         return any(dialler.up for (at, _), dialler in self.diallers.items() if at in named)
 
-    def _look_up(self, group: PrefillGroup) -> None:
+    def _look_up(self, group: PrefillGroup[K]) -> None:
         """What was said before counts no more: whoever waits is placed anew by the answer."""
         group.looking = True
-        self._out.append(LookUp(group.address))
+        self._ask(group.address)
 
-    def known(self, route: RouteKnown, now: float) -> list[tuple[Room, Cause]]:
+    def known(self, route: RouteKnown, now: float) -> list[tuple[K, Cause]]:
         """The registry has answered; returns the rooms that cannot be had there."""
         group = self.groups.get(route.address)
         if group is None or not group.looking:
@@ -103,7 +119,8 @@ class Membership:
     def rank_known(self, answer: RankKnown, now: float) -> Cause | None:
         """The registry has said which dp rank `answer.room` has, or that it does not know yet."""
         group = self.groups.get(answer.address)
-        want = group.waiting.get(answer.room) if group else None
+        key: K = answer.room  # type: ignore[assignment]  # only rooms are asked for
+        want = group.waiting.get(key) if group else None
         if group is None or want is None or want.dp is not None:
             return None
         if answer.dp_rank is None:
@@ -114,21 +131,21 @@ class Membership:
         want.dp, want.ask_at = answer.dp_rank, None
         if group.looking:
             return None  # the answer will say what it is worth
-        if cause := self._place(group, answer.room, want, now):
-            del group.waiting[answer.room]
+        if cause := self._place(group, key, want, now):
+            del group.waiting[key]
             return cause
         if not self._lanes(group, want.dp):
             self._look_up(group)
         return None
 
-    def failed(self, address: str) -> list[Room]:
+    def failed(self, address: str) -> list[K]:
         """The rooms whose route there is none."""
         group = self.groups.pop(address, None)  # clients name addresses without end
         return [] if group is None else self._take(group, list(group.waiting))
 
-    def ready(self) -> list[tuple[Room, tuple[Lane, ...] | Cause]]:
+    def ready(self) -> list[tuple[K, tuple[Lane, ...] | Cause]]:
         """Rooms whose sessions have all come up, taken out of waiting: with their lanes, or why there are none."""
-        found: list[tuple[Room, tuple[Lane, ...] | Cause]] = []
+        found: list[tuple[K, tuple[Lane, ...] | Cause]] = []
         for group in self.groups.values():
             if not group.waiting or group.looking or group.shape is None:
                 continue
@@ -138,7 +155,7 @@ class Membership:
                     found += [(room, met) for room in self._take(group, rooms)]
         return found
 
-    def refused(self, dialler: Dialler) -> list[Room]:
+    def refused(self, dialler: Dialler) -> list[K]:
         """Rooms that waited for this session, which will not be."""
         rooms = []
         for group in self.groups.values():
@@ -149,7 +166,7 @@ class Membership:
                     rooms += self._take(group, [room for room, want in group.waiting.items() if want.dp == dp])
         return rooms
 
-    def forget(self, room: Room) -> None:
+    def forget(self, room: K) -> None:
         for group in self.groups.values():
             group.waiting.pop(room, None)
 
@@ -184,6 +201,10 @@ class Membership:
             dialler = self._of_link.get(link)
         return dialler.conn if dialler else None
 
+    def links_up(self) -> Iterator[Link]:
+        """Of all sessions that are up."""
+        return (link for dialler in self.diallers.values() if dialler.up and (link := dialler.link))
+
     def by_conn(self, conn: ConnId) -> Dialler | None:
         dialler = self._of_conn.get(conn)
         if dialler is None or dialler.conn != conn:
@@ -207,7 +228,7 @@ class Membership:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _place(self, group: PrefillGroup, room: Room, want: Want, now: float) -> Cause | None:
+    def _place(self, group: PrefillGroup[K], room: K, want: Want, now: float) -> Cause | None:
         """Settles the room's dp rank as far as it can be; a Cause where what was named cannot be."""
         assert group.shape is not None
         if cause := unrunnable(group.shape, "prefill"):
@@ -220,7 +241,7 @@ class Membership:
                 want.ask_at = now
                 return None
             return self._missing(group, want.dp) if 0 <= want.dp < group.shape.dp else _no_such_rank(want.dp, group)
-        want.dp = dp_of(room, group.shape.dp)
+        want.dp = dp_of(Room(room), group.shape.dp)
         if want.named not in (None, want.dp):
             text = f"disagg_prefill_dp_rank {want.named} contradicts room {room}, which is rank {want.dp}'s"
             remedy = f"of {group.shape.dp} there; leave the rank out, or take a room that is {want.named} modulo it"
@@ -229,7 +250,7 @@ class Membership:
             )
         return self._missing(group, want.dp)
 
-    def _missing(self, group: PrefillGroup, dp: int) -> Cause | None:
+    def _missing(self, group: PrefillGroup[K], dp: int) -> Cause | None:
         """A route that lacks a rank which holds some of our pages: half a prompt must never pass for a whole one."""
         lacking = [str(source) for source, _ in self._pairs(group, dp) if source not in group.endpoints]
         if not lacking:
@@ -242,9 +263,9 @@ class Membership:
             for room, want in group.waiting.items():
                 if want.ask_at is not None and now >= want.ask_at:
                     want.ask_at = None
-                    self._out.append(LookUpRank(group.address, room))
+                    self._out.append(LookUpRank(group.address, Room(room)))
 
-    def _pairs(self, group: PrefillGroup, dp: int) -> tuple[tuple[Rank, Rank], ...]:
+    def _pairs(self, group: PrefillGroup[K], dp: int) -> tuple[tuple[Rank, Rank], ...]:
         """The links to that dp rank, as (prefill's rank, ours); ranks that hold nothing for us are left out."""
         assert group.shape is not None
         if dp not in group.pairs:
@@ -252,11 +273,11 @@ class Membership:
             group.pairs[dp] = pairs(stamp.groups, stamp.page_size, group.shape, me.shape, (dp, me.dp))
         return group.pairs[dp]
 
-    def _diallers(self, group: PrefillGroup, dp: int) -> list[Dialler]:
+    def _diallers(self, group: PrefillGroup[K], dp: int) -> list[Dialler]:
         keys = [(group.endpoints.get(source), here) for source, here in self._pairs(group, dp)]
         return [dialler for at, here in keys if at is not None and (dialler := self.diallers.get((at, here)))]
 
-    def _want_sessions(self, group: PrefillGroup, now: float) -> None:
+    def _want_sessions(self, group: PrefillGroup[K], now: float) -> None:
         for dp in {want.dp for want in group.waiting.values()} - {None}:
             assert dp is not None
             for source, here in self._pairs(group, dp):
@@ -268,7 +289,7 @@ class Membership:
             known = self.diallers[key] = Dialler(*key, self._me, self._times, self._out, self._beat)
         return known
 
-    def _disunited(self, group: PrefillGroup, dp: int) -> Cause | None:
+    def _disunited(self, group: PrefillGroup[K], dp: int) -> Cause | None:
         """Every session that the route names is up, and they are not one instance's, or not with the ranks it names."""
         wanted, found = self._pairs(group, dp), self._diallers(group, dp)
         if not wanted or len(found) != len(wanted) or not all(dialler.up for dialler in found):
@@ -280,7 +301,7 @@ class Membership:
             text = f"the registry at {group.address} says {group.shape}, the prefill itself {shapes.pop()}"
         return unavailable("prefill_not_ready", f"{text}; wait until all of its ranks have registered", side="prefill")
 
-    def _lanes(self, group: PrefillGroup, dp: int) -> tuple[Lane, ...]:
+    def _lanes(self, group: PrefillGroup[K], dp: int) -> tuple[Lane, ...]:
         """() unless every session is up, with the rank that was meant, all of them with one instance, and that is of
         the shape by which the links were worked out: the registry may speak of the life before."""
         wanted = self._pairs(group, dp)
@@ -290,7 +311,7 @@ class Membership:
             return ()
         if any(up.shape != group.shape for up in ups):
             return ()
-        lanes = tuple(Lane(up.link, up.endpoint.kind, up.slice) for up in ups)
+        lanes = tuple(Lane(up.link, up.endpoint.kind, up.slice, up.protocol) for up in ups)
         self._assert_whole(lanes)
         return lanes
 
@@ -303,21 +324,29 @@ class Membership:
             assert brought == size, f"the lanes bring {brought} of {size} bytes of a page to rank {here}"
 
     def _forget_idle(self) -> None:
-        """Endpoints that no registry names any more, once nobody is bound there: a prefill may come back on new ports
-        without end."""
+        """Addresses that led nowhere, but for the last ones; and endpoints that nobody names any more, once nobody is
+        bound there. Clients name addresses, and a prefill comes back on new ports, without end."""
+        busy = {at for (at, _), dialler in self.diallers.items() if dialler.state is not DState.IDLE}
+        idle = [
+            address
+            for address, group in self.groups.items()
+            if not (group.waiting or group.looking) and busy.isdisjoint(group.endpoints.values())
+        ]
+        for address in idle[:-KEPT_IDLE]:
+            del self.groups[address]
         named = {endpoint for group in self.groups.values() for endpoint in group.endpoints.values()}
         for key, dialler in list(self.diallers.items()):
             if key[0] not in named and dialler.state is DState.IDLE:
                 del self.diallers[key]
 
     @staticmethod
-    def _take(group: PrefillGroup, rooms: list[Room]) -> list[Room]:
+    def _take(group: PrefillGroup[K], rooms: list[K]) -> list[K]:
         for room in rooms:
             group.waiting.pop(room, None)
         return rooms
 
 
-def _no_such_rank(rank: int, group: PrefillGroup) -> Cause:
+def _no_such_rank(rank: int, group: PrefillGroup[K]) -> Cause:
     assert group.shape is not None
     text = f"the prefill at {group.address} has data parallel ranks 0 to {group.shape.dp - 1}, and no {rank}"
     return bad_request(text, code="no_such_rank", param="disagg_prefill_dp_rank", side="decode")

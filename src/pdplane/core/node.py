@@ -31,9 +31,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     progress_limit_s: float = 60.0  # granted, and no sign of work
     drain_limit_s: float = 30.0
     row_ttl_s: float = 30.0
-    hold_term_s: float = 30.0  # prefill_complete: how long computed KV waits for decode's grant
+    hold_term_s: float = 30.0  # how long computed KV waits for decode (params: the lease, from each renewal anew)
+    recompute: bool = False  # params: decode computes itself what could not be read (kv_load_failure_policy)
     held_pages: int = 0  # prefill_complete: most pages computed ahead of a grant; 0: half of the pool
-    prefix_cache: bool = True  # prefill: keep the full pages of what was sent
+    prefix_cache: bool = True  # keep the full pages of prompts: what prefill has sent, what decode was handed
     reserve_tokens: int = (
         512  # decode: growth kept free for each request at admission; beyond it, requests are retracted
     )

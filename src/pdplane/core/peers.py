@@ -6,14 +6,14 @@ events of rooms, and a peer that owes a proof is asked for it as long as it may 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from .dialler import Dialler
 from .effects import CloseConn, Lane
 from .errors import Cause
-from .events import ConnLost, DialFailed, Dialled, LegArrived, RankKnown, RouteFailed, RouteKnown
+from .events import ConnLost, DialFailed, Dialled, RankKnown, RouteFailed, RouteKnown
 from .frames import Frame
-from .ids import ConnId, Instance, Link, Room
+from .ids import ConnId, Instance, Link
 from .membership import Membership
 from .node import Node
 from .session import Gone, Notice, TurnedAway, Up
@@ -21,15 +21,19 @@ from .session import Gone, Notice, TurnedAway, Up
 Event = RouteKnown | RankKnown | RouteFailed | Dialled | DialFailed | ConnLost
 
 
-class Desk(Protocol):
+K = TypeVar("K", bound=int)
+J = TypeVar("J", bound=int, contravariant=True)
+
+
+class Desk(Protocol[J]):
     """The node's rooms."""
 
     @property
     def node(self) -> Node: ...
 
-    def route_ok(self, room: Room, lanes: tuple[Lane, ...]) -> None: ...
+    def route_ok(self, room: J, lanes: tuple[Lane, ...]) -> None: ...
 
-    def route_bad(self, room: Room, cause: Cause) -> None: ...
+    def route_bad(self, room: J, cause: Cause) -> None: ...
 
     def session_up(self, link: Link) -> None: ...
 
@@ -40,17 +44,17 @@ class Desk(Protocol):
         ...
 
 
-class Peers:
-    def __init__(self, desk: Desk, members: Membership) -> None:
+class Peers(Generic[K]):
+    def __init__(self, desk: Desk[K], members: Membership[K]) -> None:
         self._desk = desk
         self._node = desk.node
         self._members = members
 
-    def seek(self, leg: LegArrived) -> None:
+    def seek(self, address: str, room: K, dp_rank: int | None) -> None:
         """Lanes for a new room: at once, or when its sessions are up."""
-        found = self._members.seek(leg.address, leg.room, leg.dp_rank, self._node.now)
+        found = self._members.seek(address, room, dp_rank, self._node.now)
         if found is not None:
-            self._met(leg.room, found)
+            self._met(room, found)
 
     def event(self, event: Event) -> None:
         now, members = self._node.now, self._members
@@ -85,13 +89,13 @@ class Peers:
         for room, met in self._members.ready():
             self._met(room, met)
 
-    def _met(self, room: Room, met: tuple[Lane, ...] | Cause) -> None:
+    def _met(self, room: K, met: tuple[Lane, ...] | Cause) -> None:
         if isinstance(met, Cause):
             self._desk.route_bad(room, met)
         else:
             self._desk.route_ok(room, met)
 
-    def _bad(self, rooms: list[Room], cause: Cause) -> None:
+    def _bad(self, rooms: list[K], cause: Cause) -> None:
         for room in rooms:
             self._desk.route_bad(room, cause)
 

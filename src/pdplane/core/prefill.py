@@ -7,6 +7,8 @@ only: held KV waits for decode, and must not starve what decode has granted alre
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from .acceptor import Acceptor
 from .admission import queue_full, refuse
 from .effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
@@ -27,10 +29,10 @@ from .events import (
 )
 from .frames import Abort, Announce, Beat, Frame, Grant, Received, Row
 from .holds import Holds
-from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, Rid, Room
+from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, PageId, Rid, Room
 from .layout import PREFILL_COMPLETE
 from .node import Limits, Node, TimerKey
-from .pages import Page
+from .pages import Owner, Page
 from .prompt_pages import PromptPages
 from .queues import AdmissionQueue
 from .reception import FromDecode, Reception, duplicate
@@ -90,10 +92,11 @@ class PrefillNode(Node):
         return self._holds.left_s(sender.room, self.now)
 
     def keep(self, sender: Sender, state: Page) -> None:
-        self._pages.keep(sender, state)
+        assert sender.leg is not None
+        self._pages.keep(sender.prompt, sender.pages, sender.shared, Owner(sender.leg.rid), state)
 
     def release(self, sender: Sender) -> None:
-        self._pages.release(sender)
+        self._pages.release(sender.pages[: sender.shared])
 
     def settled(self, sender: Sender) -> None:
         """Clocks and queues follow the machine's state."""
@@ -257,13 +260,16 @@ class PrefillNode(Node):
 
     def _fits(self, sender: Sender) -> bool:
         """There are pages; and, ahead of a grant, they are within the cap of what may be held."""
-        assert sender.leg is not None
-        ahead = sender.state is S.WAITING
-        return (not ahead or self._holds.has_room(self._pages.own_need(sender.leg))) and self._pages.fits(sender.leg)
+        prompt = sender.prompt
+        if sender.state is S.WAITING:
+            own = self._pages.need(prompt) - self._pages.hits(prompt)
+            if not self._holds.has_room(own):
+                return False
+        return self._pages.fits(prompt)
 
     def _start(self, sender: Sender) -> None:
         assert sender.leg is not None
-        pages, shared = taken = self._pages.take(sender.leg)
+        pages, shared = taken = self._pages.take(sender.prompt, Page.COMPUTING, Owner(sender.leg.rid))
         self.out.append(RunPrefill(sender.leg.rid, pages, shared * self.limits.page_size))
         self.computing += 1
         sender.start(pages, shared)
@@ -400,7 +406,11 @@ class PrefillNode(Node):
         return Beat(src=self.instance, running=self.computing, waiting=self.waiting, progress=progress)
 
     def audit(self) -> list[str]:
-        return super().audit() + self._pages.audit(self.rooms.live.values())
+        return super().audit() + self._pages.audit(self._heads())
 
     def audit_all(self) -> list[str]:
-        return super().audit_all() + self._pages.audit_all(self.rooms.live.values())
+        return super().audit_all() + self._pages.audit_all(self._heads())
+
+    def _heads(self) -> Iterator[Sequence[PageId]]:
+        """What each room shares."""
+        return (sender.pages[: sender.shared] for sender in self.rooms.live.values())

@@ -1,7 +1,8 @@
 """The prefix cache of one pool: full pages of earlier prompts, by what they hold, kept while there is room.
 
-A page enters only from a prefill that succeeded. Its bytes are then complete, and no step still writes them: a page of
-an aborted prefill may be half written, and would be wrong text for everybody who shares it later.
+A page enters only from a prefill that succeeded, or at decode from a hand-off that was complete. Its bytes are then
+complete, and nothing still writes them: a page of an aborted one may be half written, and would be wrong text for
+everybody who shares it later.
 
 A page's key stands for all tokens up to its end and not for its own alone: the KV of a token depends on every token
 before it. So keys are chained, and equal keys mean equal prefixes. A cached page's parent is the page before it, and is
@@ -101,11 +102,13 @@ class PrefixCache:
     def take(self, count: int, state: Page, owner: Owner) -> tuple[PageId, ...]:
         """`count` pages, now in `state`; evicts no more than are missing. The caller has asked `available`."""
         assert count <= self.available, f"{count} pages wanted, {self.available} free or evictable"
+        if not count:  # everything is shared
+            return ()
         self._drop(tuple(islice(self._idle, max(0, count - self._ledger.free_count))))
         return self._ledger.take(count, state, owner)
 
     def keep(self, keys: Sequence[bytes], pages: Sequence[PageId], owner: Owner, state: Page) -> int:
-        """A prefill has succeeded and nothing reads or writes its own pages any more: they are cached.
+        """A prompt's KV is complete and nothing reads or writes its own pages any more: they are cached.
 
         `keys` are those of all full pages of the prompt; `pages` the full ones of `owner`, in `state`, which are the
         last of these: pages[i] has keys[len(keys) - len(pages) + i]. What comes before was shared with the cache, and
@@ -121,6 +124,10 @@ class PrefixCache:
             self._ledger.hand_over(new, owner, state, CACHE, Page.CACHED)
             self._grow(known, keys[len(known) :], new)
         return len(new)
+
+    def unread_without(self, readers: Mapping[PageId, int]) -> int:
+        """How many cached pages would have no references if each of these had so many fewer."""
+        return sum(self._refs(page) == count for page, count in readers.items())
 
     def clear(self) -> int:
         """Forget every prefix. What nobody holds goes free now, the rest when released; returns how many went now."""

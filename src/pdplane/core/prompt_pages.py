@@ -1,22 +1,33 @@
-"""Prefill's pages for prompts: what one shares with earlier ones, what it needs of its own, and what is kept of it.
+"""The pages of prompts in one pool: what a prompt shares with earlier ones, what it needs of its own, and what is kept
+of it. Either side of a hand-off has one.
 
-A prompt's pages are a shared prefix, held in the cache and only read, and own pages behind it. Its last token is always
-computed, for its logits, so a page that ends with it is not shared.
+A prompt's pages are a shared head, held in the cache and only read, and own pages behind it. How much of it may be
+shared is the caller's to say: where the last token is computed here, for its logits, a page that ends with it is not;
+where it comes computed, all full pages may be, and there may be no own page at all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .events import LegArrived
+import msgspec
+
 from .ids import PageId
 from .layout import pages_for
 from .node import Limits
 from .pages import Ledger, Owner, Page
 from .prefix import PrefixCache
-from .sender import Sender
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What pages a prompt asks for. page_keys: one per full page, each over all tokens up to that page's end; () where
+    nothing of it is shared or kept. most_shared: how many pages of its head may be shared at most."""
+
+    tokens: int
+    page_keys: tuple[bytes, ...] = ()
+    most_shared: int = 0
 
 
 class Taken(NamedTuple):
@@ -31,66 +42,89 @@ class Taken(NamedTuple):
 
 
 class PromptPages:
+    """One ledger's prefix cache, and all taking of pages, so that what nobody reads gives way for whoever needs a page.
+    With `limits.prefix_cache` off, or for prompts without keys, it is the ledger alone."""
+
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger, self._limits = ledger, limits
         self._cache = PrefixCache(ledger)
         self._returned = 0  # times that a prompt has given its pages back
 
     @property
+    def available(self) -> int:
+        """Pages that can be taken now: free ones, and cached ones that nobody reads."""
+        return self._cache.available
+
+    @property
     def stamp(self) -> tuple[int, int]:
         """What did not fit does not fit while this is the same."""
         return self._cache.available, self._returned
 
-    def own_need(self, leg: LegArrived) -> int:
-        """Pages that are not shared."""
-        return self._need(leg) - len(self._hits(leg))
+    def need(self, prompt: Prompt) -> int:
+        """All its pages, shared or not."""
+        return pages_for(prompt.tokens, self._limits.page_size)
 
-    def fits(self, leg: LegArrived) -> bool:
-        need = self._need(leg)
+    def hits(self, prompt: Prompt) -> int:
+        """How many of its pages would be shared now."""
+        return len(self._hits(prompt))
+
+    def fits(self, prompt: Prompt, spare: int = 0) -> bool:
+        """Could it have its own pages now, all of them, and `spare` more be left?"""
+        need = self.need(prompt) + spare
         if need <= self._ledger.free_count:
             return True  # without a look into the cache, which takes its time for a long prompt
-        hits = self._hits(leg)
+        hits = self._hits(prompt)
         self._cache.hold(hits)  # what it shares cannot be evicted for it
         fits = need - len(hits) <= self._cache.available
         self._cache.release(hits)
         return fits
 
-    def take(self, leg: LegArrived) -> Taken:
-        """The caller has asked `fits`."""
-        hits = self._hits(leg)
+    def take(self, prompt: Prompt, state: Page, owner: Owner) -> Taken:
+        """Its shared pages, held from now on, and its own, in `state`. The caller has asked `fits`."""
+        hits = self._hits(prompt)
         self._cache.hold(hits)
-        own = self._cache.take(self._need(leg) - len(hits), Page.COMPUTING, Owner(leg.rid))
+        own = self._cache.take(self.need(prompt) - len(hits), state, owner)
         return Taken(hits + own, len(hits))
 
-    def keep(self, sender: Sender, state: Page) -> None:
-        """Only a prompt that was computed whole comes here: nothing of an aborted one is ever shared (O3)."""
-        assert sender.leg is not None
-        owner, own = Owner(sender.leg.rid), sender.own
-        keys = sender.leg.page_keys if self._limits.prefix_cache else ()
-        full = max(0, len(keys) - sender.shared)
+    def take_more(self, count: int, state: Page, owner: Owner) -> tuple[PageId, ...]:
+        """`count` pages of its own, for growth. The caller has asked `available`."""
+        return self._cache.take(count, state, owner)
+
+    def keep(self, prompt: Prompt, pages: Sequence[PageId], shared: int, owner: Owner, state: Page) -> None:
+        """`owner` is done with `pages`, those of the prompt and any behind them, of which the first `shared` are the
+        cache's already: the prompt's full own ones, all in `state`, are cached, the others are free. What it shared is
+        held until `release`, which comes after this.
+
+        Only what is known to hold the whole prompt comes here: nothing of an aborted one is ever shared (O3)."""
+        keys = prompt.page_keys if self._limits.prefix_cache else ()
+        own, full = tuple(pages[shared:]), max(0, len(keys) - shared)
+        assert len(keys) <= max(len(pages), shared), f"{len(pages)} pages for {len(keys)} keys"
         if keys:
             self._cache.keep(keys, own[:full], owner, state)
         self._ledger.free(own[full:], owner)
-
-    def release(self, sender: Sender) -> None:
-        """It reads the shared pages no more."""
         self._returned += 1
-        self._cache.release(sender.pages[: sender.shared])
 
-    def audit(self, senders: Iterable[Sender]) -> list[str]:
-        return self._cache.audit(_readers(senders))
+    def release(self, shared: Sequence[PageId]) -> None:
+        """The pages that one prompt shared are not read by it any more."""
+        self._returned += 1
+        self._cache.release(shared)
 
-    def audit_all(self, senders: Iterable[Sender]) -> list[str]:
-        return self._cache.audit_all(_readers(senders))
+    def freed_by(self, runs: Iterable[Sequence[PageId]]) -> int:
+        """How many pages nobody would read any more if these shared runs were released."""
+        return self._cache.unread_without(_readers(runs))
 
-    def _need(self, leg: LegArrived) -> int:
-        return pages_for(leg.prompt.tokens, self._limits.page_size)
+    def audit(self, runs: Iterable[Sequence[PageId]]) -> list[str]:
+        """Faults against `runs`: the shared pages of each prompt that holds some."""
+        return self._cache.audit(_readers(runs))
 
-    def _hits(self, leg: LegArrived) -> tuple[PageId, ...]:
-        most = (leg.prompt.tokens - 1) // self._limits.page_size
-        return self._cache.match(leg.page_keys[:most]) if self._limits.prefix_cache else ()
+    def audit_all(self, runs: Iterable[Sequence[PageId]]) -> list[str]:
+        """The same with every cached page walked."""
+        return self._cache.audit_all(_readers(runs))
+
+    def _hits(self, prompt: Prompt) -> tuple[PageId, ...]:
+        return self._cache.match(prompt.page_keys[: prompt.most_shared]) if self._limits.prefix_cache else ()
 
 
-def _readers(senders: Iterable[Sender]) -> Counter[PageId]:
-    """How many rooms read each shared page."""
-    return Counter(page for sender in senders for page in sender.pages[: sender.shared])
+def _readers(runs: Iterable[Sequence[PageId]]) -> Counter[PageId]:
+    """How many prompts read each shared page."""
+    return Counter(page for run in runs for page in run)

@@ -4,6 +4,10 @@ Links are sets, never counters: who was told, who is quiet, who has succeeded. A
 written over it any more under this room's grant: by SUCCESS, by the closed local fence, by DRAINED where there is no
 fence, by the peer-level teardown, or because it was never handed a GRANT and its instance is gone. `quiet >= told` is
 the proof that frees pages (O4).
+
+What the prefix cache has of the prompt is shared from admission on, and needs no proof: a grant never names a shared
+page, so nobody writes there. It is let go as soon as the room ends; a room that shares all of its prompt has granted
+nothing, and nobody owes it a proof.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 from .admission import demand
 from .effects import AnswerRow, ArmGrant, DisarmGrant, Lane, RevokeGrant
 from .errors import Cause
 from .events import LegArrived
 from .frames import Abort, Announce, Frame, FrameIdentity, Grant, Received, Row
 from .ids import NO_GRANT, Instance, Link, PageId, Rank, Rid, Room
+from .layout import PREFIX_PROTOCOL
 from .node import Node
 from .pages import Owner, Page, grant_owner
+from .prompt_pages import Prompt, PromptPages, Taken
 from .table import RA, RE, RECEIVER, KVPoll, R, receiver_poll
 
 
@@ -31,6 +39,9 @@ class Desk(Protocol):
 
     @property
     def node(self) -> Node: ...
+
+    @property
+    def pages(self) -> PromptPages: ...
 
     def send(self, link: Link, frame: Frame) -> bool:
         """False where no session with exactly this instance is up: the resync will say it again."""
@@ -48,6 +59,7 @@ class Receiver:
         self.leg = leg
         self.room: Room = leg.room
         self.need = demand(leg.prompt.tokens, leg.max_new, desk.node.limits)
+        self.prompt = Prompt(leg.prompt.tokens, leg.page_keys)  # shares nothing before the route is known
         self.rid: Rid = leg.rid
         self.arrived_at = arrived_at
         self.state = R.QUEUED
@@ -59,7 +71,9 @@ class Receiver:
         self.succeeded: set[Link] = set()
         self.ready: set[Link] = set()
         self.landed: dict[Link, set[PageId]] = {}
-        self.pages: tuple[PageId, ...] = ()
+        self.pages: tuple[PageId, ...] = ()  # own: granted, and written by prefill
+        self.shared: tuple[PageId, ...] = ()  # of the prompt's head, before these: the prefix cache's
+        self.running = False  # the engine has the pages, under this room's claim
         self.grant = NO_GRANT
         self.row: Row | None = None
         self.cause: Cause | None = None
@@ -101,8 +115,8 @@ class Receiver:
                 self.cause = cause
             else:
                 self._node.count("late_verdict", cause.code)
-        if event is RE.PEER_GONE and link is not None and link not in self.granted:
-            self.quiet.add(link)  # never granted: it owes no proof
+        if event is RE.PEER_GONE and link is not None and not (self.pages and link in self.granted):
+            self.quiet.add(link)  # never granted, or no page: it owes no proof
         if was is not self.state:
             self._node.note(self.rid, self.room, self.state, str(cause) if cause else "")
         for action in actions:
@@ -113,13 +127,20 @@ class Receiver:
     # --- what peers and transport report ----------------------------------------------------------------------------
 
     def bind(self, lanes: Iterable[Lane]) -> None:
-        """The route is known and the sessions are up."""
+        """The route is known and the sessions are up. Pages are shared where all ranks of prefill know that pages may
+        be there already: all full ones, since the row brings the first token and nothing is computed here."""
         self.lanes = tuple(lanes)
         self.landed = {lane.link: set() for lane in self.lanes}
+        if all(lane.protocol >= PREFIX_PROTOCOL for lane in self.lanes):
+            self.prompt = msgspec.structs.replace(self.prompt, most_shared=len(self.prompt.page_keys))
 
-    def take(self, pages: tuple[PageId, ...]) -> None:
-        """All pages of the prompt, already `granted` in the ledger under `owner`. Precedes PAGES_OK."""
-        self.pages = pages
+    def take(self, taken: Taken) -> None:
+        """All pages of the prompt: shared ones, held for it, and its own, already `granted` in the ledger under
+        `owner`. Precedes PAGES_OK."""
+        self.shared, self.pages = taken.pages[: taken.shared], taken.pages[taken.shared :]
+        if self.shared:
+            self._node.note(self.rid, self.room, "cached", f"{taken.shared} of {len(taken.pages)} pages are here")
+            self._node.count("decode_prefix_hits", "full" if not self.pages else "partial")
 
     def computed(self, link: Link) -> None:
         """READY: this rank of prefill holds the prompt's KV."""
@@ -195,7 +216,7 @@ class Receiver:
 
     @property
     def _complete(self) -> bool:
-        """O3: every rank has said SUCCESS, and every page is visible here on every link."""
+        """O3: every rank has said SUCCESS, and every page that was granted is visible here on every link."""
         everything = len(self.pages)
         return self.succeeded >= set(self.links) and all(len(pages) == everything for pages in self.landed.values())
 
@@ -207,7 +228,7 @@ class Receiver:
             case RA.ANNOUNCE_ONE if link:
                 self._announce(link)
             case RA.GRANT:
-                self._node.out.append(ArmGrant(self.grant, self.pages, self.lanes))
+                self._node.out.append(ArmGrant(self.grant, self.pages, self.lanes, self.shared))
                 for target in self.links:
                     self._grant(target)
             case RA.GRANT_ONE if link:
@@ -240,7 +261,7 @@ class Receiver:
                 self._move_pages(action)
 
     def _move_pages(self, action: RA) -> None:
-        if not self.pages:
+        if not (self.pages or self.shared):
             return
         ledger = self._node.ledger
         match action:
@@ -249,20 +270,37 @@ class Receiver:
                 self._disarm()
             case RA.DRAIN:
                 ledger.shift(self.pages, self.owner, Page.GRANTED, Page.DRAINING)
+                self._let_go()
+                if not self.pages:
+                    self._disarm()  # nothing can land, and no proof is waited for
             case RA.QUARANTINE:
                 ledger.shift(self.pages, self.owner, Page.DRAINING, Page.QUARANTINED)
                 who = ", ".join(str(holder) for holder in self.holders)
                 self._node.alarm(f"room {self.room}: {len(self.pages)} pages quarantined, no proof from {who}")
             case RA.ACTIVATE:
                 ledger.shift(self.pages, self.owner, Page.FILLED, Page.ACTIVE)
+                self.running = True
             case RA.FREE:
-                ledger.free(self.pages, self.owner)
-                self._node.note(self.rid, self.room, "freed", f"{len(self.pages)} pages")
-                self.pages = ()
-                if self.cause is not None:
-                    self._disarm()
+                self._give_back()
             case _:
                 pass
+
+    def _give_back(self) -> None:
+        """With the proof in hand. What ends well has come whole, and the cache gets it; nothing else is ever shared."""
+        if self.cause is None:
+            pages = self.shared + self.pages
+            self._desk.pages.keep(self.prompt, pages, len(self.shared), self.owner, Page.FILLED)
+        else:
+            self._node.ledger.free(self.pages, self.owner)
+            self._disarm()
+        self._node.note(self.rid, self.room, "freed", f"{len(self.shared) + len(self.pages)} pages")
+        self.pages = ()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """It reads the shared pages no more."""
+        self._desk.pages.release(self.shared)
+        self.shared = ()
 
     def owed_abort(self) -> None:
         """A session is up at last: say the ABORT that a cancelled room still owes."""
@@ -292,6 +330,7 @@ class Receiver:
             prompt=self.leg.prompt,
             time_left_s=max(0.0, self.leg.deadline - self._node.now),
             links=tuple((other.there.rank, other.here) for other in self.links) if len(self.lanes) > 1 else (),
+            decode_prefix_len=len(self.shared) or msgspec.UNSET,
         )
         if self._tell(link, frame):
             self.granted.add(link)

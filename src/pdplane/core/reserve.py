@@ -8,6 +8,7 @@ all that it may still need; of one that runs never less than the page that one s
     granted + filled + active + the largest growth of one step of what runs <= capacity.
 
 A request that finds no claim at all is let in wherever its pages fit: there is nobody whom its growth could harm.
+Pages that several share count once in this, and cached ones that nobody reads not at all.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import msgspec
 
 from .layout import pages_for
 from .node import Limits
-from .pages import Ledger, Owner
+from .pages import Owner
+from .prompt_pages import Prompt, PromptPages
 
 
 class Claim(msgspec.Struct):
-    """What one request holds and the most it may come to hold, in pages; whether it is in the batch."""
+    """What one request holds, shared pages too, and the most it may come to hold, in pages; whether it is in the batch,
+    or waits for its place there."""
 
     held: int
     most: int
     running: bool = False
+    complete: bool = False
 
     def kept(self, reserve: int) -> int:
         """Pages to be kept free for its growth."""
@@ -34,8 +38,8 @@ class Claim(msgspec.Struct):
 class Reserve:
     """The claims on one pool."""
 
-    def __init__(self, ledger: Ledger, limits: Limits) -> None:
-        self._ledger = ledger
+    def __init__(self, pages: PromptPages, limits: Limits) -> None:
+        self._pages = pages
         self._each = pages_for(limits.reserve_tokens, limits.page_size)
         self._claims: dict[Owner, Claim] = {}
         self._kept = 0
@@ -50,19 +54,42 @@ class Reserve:
         return self._kept
 
     @property
-    def stamp(self) -> tuple[int, int]:
+    def stamp(self) -> tuple[int, int, int]:
         """What was refused stays refused while this is the same."""
-        return self._ledger.free_count, self._changes
+        return (*self._pages.stamp, self._changes)
 
-    def may_admit(self, pages: int, most: int, *, running: bool = False) -> bool:
-        """May a newcomer take `pages` now, of `most` at the end? `running`: it gets its place in the batch at once."""
-        kept = self._kept + Claim(pages, most, running).kept(self._each) if self._claims else 0
-        return pages + kept <= self._ledger.free_count
+    @property
+    def coming(self) -> bool:
+        """Does anybody hold pages who has not come to the batch yet?"""
+        return any(not claim.running for claim in self._claims.values())
+
+    @property
+    def complete(self) -> bool:
+        """Does anybody wait for a place in the batch, and for nothing else?"""
+        return any(claim.complete for claim in self._claims.values())
+
+    def may_admit(self, prompt: Prompt, most: int, *, running: bool = False) -> bool:
+        """May this newcomer take its pages now, of `most` at the end? `running`: it gets its place in the batch at
+        once."""
+        return self._pages.fits(prompt, self._beside(self._pages.need(prompt), most, running))
+
+    def may_return(self, pages: int, most: int) -> bool:
+        """May one that was laid aside take `pages` of its own, and its place?"""
+        return pages + self._beside(pages, most, True) <= self._pages.available
+
+    def _beside(self, pages: int, most: int, running: bool) -> int:
+        """What must be left when a newcomer has taken its pages."""
+        return self._kept + Claim(pages, most, running).kept(self._each) if self._claims else 0
 
     def admit(self, owner: Owner, pages: int, most: int, *, running: bool = False) -> None:
         assert owner not in self._claims
         assert pages <= most
         self._put(owner, Claim(pages, most, running))
+
+    def completed(self, owner: Owner) -> None:
+        """Nothing holds it up any more but the want of a place."""
+        claim = self._take(owner)
+        self._put(owner, Claim(claim.held, claim.most, complete=True))
 
     def run(self, owner: Owner) -> None:
         claim = self._take(owner)

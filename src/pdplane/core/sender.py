@@ -1,7 +1,8 @@
 """Prefill's side of one room: applies SENDER of core/table.py, keeps the pages, the writes outstanding and the row.
 
 One machine for all ranks of a data parallel group, which compute in step: links are a set, as at decode. Pages may be
-written over a link once the GRANTs of all links of the room are in.
+written over a link once the GRANTs of all links of the room are in. A GRANT may say that decode has the prompt's first
+pages already: these are computed, or shared, and kept here as all others, and not moved.
 
 Success must not overtake the bytes: SUCCESS goes out when the last write is visible at decode. DRAINED goes out when
 nothing of ours can still write: no step of the engine touches the pages and no write is outstanding.
@@ -19,6 +20,7 @@ from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rid,
 from .layout import pages_for
 from .node import Node
 from .pages import Owner, Page
+from .prompt_pages import Prompt
 from .table import SA, SE, SENDER, KVPoll, S, sender_poll
 
 
@@ -70,8 +72,8 @@ class Sender:
         self.pages: tuple[PageId, ...] = ()
         self.shared = 0  # of these, how many belong to the prefix cache
         self.cached_tokens = 0
-        self.moved: dict[Link, int] = {}  # pages handed to the transport
-        self.sending = 0  # pages of which some link has been handed its part
+        self.moved: dict[Link, int] = {}  # up to which page the transport has been told
+        self.sending = 0  # up to which page some link has been handed its part, or needs none
         self.computed = 0  # tokens
         self.outstanding: set[MoveNo] = set()
         self.in_engine = False
@@ -104,6 +106,13 @@ class Sender:
     def own(self) -> tuple[PageId, ...]:
         """Its pages in the ledger; the others are the prefix cache's."""
         return self.pages[self.shared :]
+
+    @property
+    def prompt(self) -> Prompt:
+        """What it asks of the pool. Its last token is computed here, so a page that ends with it is not shared."""
+        assert self.leg is not None
+        tokens = self.leg.prompt.tokens
+        return Prompt(tokens, self.leg.page_keys, (tokens - 1) // self._node.limits.page_size)
 
     @property
     def poll(self) -> KVPoll:
@@ -147,7 +156,7 @@ class Sender:
         it still. A session alone says nothing of a grant: decode may have proof by now that nobody writes under it."""
         self._met(link)
         first = self.grant
-        if first and (frame.pages, frame.prompt, frame.links) != (first.pages, first.prompt, first.links):
+        if first and _said(frame) != _said(first):
             text = f"decode {self.peer} sent grant {frame.grant} twice, and not the same"
             self.apply(SE.CANCEL, cause=Cause("bad_grant", text, 502, side="decode"))
             return
@@ -214,7 +223,8 @@ class Sender:
     def _derive(self) -> None:
         if self.outstanding or self.in_engine:
             return
-        if self.state is S.FLUSHING and all(self.moved.get(link) == len(self.pages) for link in self.grants):
+        if self.state is S.FLUSHING and all(self._moved(link) == len(self.pages) for link in self.grants):
+            self._mark_sending(len(self.pages))  # where decode had them, no link was handed anything
             self.apply(SE.WRITES_DONE)
         elif self.state is S.DRAINING:
             self.apply(SE.QUIET)
@@ -225,22 +235,31 @@ class Sender:
             self.apply(SE.CANCEL, cause=wrong)
 
     def _mismatch(self) -> Cause | None:
-        """The leg's prompt against the grant's: both sides must speak of the same tokens. Asked before any write."""
+        """The leg's prompt against the grant's: both sides must speak of the same tokens, and of as many pages. Asked
+        before any write."""
         theirs = self.grant.prompt if self.grant else self.asked
         if theirs is None or self.leg is None:
             return None
         ours = self.leg.prompt
-        need = pages_for(ours.tokens, self._node.limits.page_size)
         if ours != theirs:
             text = (
                 f"the legs carry different prompts: prefill {ours.digest.hex()} of {ours.tokens} tokens, "
                 f"decode {theirs.digest.hex()} of {theirs.tokens} tokens"
             )
-        elif self.grant and len(self.grant.pages) != need:
-            text = f"decode granted {len(self.grant.pages)} pages for {ours.tokens} tokens, which need {need}"
-        else:
-            return None
-        return Cause("prompt_mismatch", text, 500, side="prefill")
+            return Cause("prompt_mismatch", text, 500, side="prefill")
+        return self._miscounted(self.grant, ours.tokens) if self.grant else None
+
+    def _miscounted(self, grant: Grant, tokens: int) -> Cause | None:
+        """Pages that decode has and pages that it granted are together the prompt's, and what it has is full."""
+        size, prefix = self._node.limits.page_size, grant.prefix_pages
+        need = pages_for(tokens, size)
+        text = f"decode granted {len(grant.pages)} pages for {tokens} tokens, which need {need}"
+        if prefix and (prefix > tokens // size or prefix + len(grant.pages) != need):
+            text = f"{text}, and says that it has {prefix} already, of {tokens // size} full ones"
+            return Cause("bad_grant", text, 502, side="decode")
+        if not prefix and len(grant.pages) != need:
+            return Cause("prompt_mismatch", text, 500, side="prefill")
+        return None
 
     def _act(self, action: SA, link: Link | None) -> None:
         match action:
@@ -287,19 +306,24 @@ class Sender:
         full = min(self.computed // self._node.limits.page_size, len(self.pages))
         ready = len(self.pages) if whole else full
         for link, grant in self.grants.items():
-            moved = self.moved.get(link, 0)
+            moved = self._moved(link)
             if ready > moved and self._desk.conn_of(link) == self._granted_on[link]:
+                if not self.moved and self.rid:
+                    self._node.note(self.rid, self.room, "moving")
                 self._mark_sending(ready)
                 number = self._desk.next_move(self)
                 self.outstanding.add(number)
                 self.moved[link] = ready
-                src, dst = self.pages[moved:ready], grant.pages[moved:ready]
+                had = grant.prefix_pages
+                src, dst = self.pages[moved:ready], grant.pages[moved - had : ready - had]
                 self._node.out.append(MovePages(number, grant.grant, link, src, dst))
 
+    def _moved(self, link: Link) -> int:
+        """The first page that this link is still to be told to move."""
+        return self.moved.get(link, self.grants[link].prefix_pages)
+
     def _mark_sending(self, ready: int) -> None:
-        """Pages up to here are read by writes from now on."""
-        if not self.sending and self.rid:
-            self._node.note(self.rid, self.room, "moving")
+        """Pages up to here are read by writes from now on, or need none."""
         first = max(self.sending, self.shared)
         if ready > first:
             self._node.ledger.shift(self.pages[first:ready], self._owner, self._at_rest, Page.SENDING)
@@ -359,3 +383,8 @@ class Sender:
     def _identity(self, link: Link) -> FrameIdentity:
         instance = self._desk.instance
         return FrameIdentity(room=self.room, grant=self.grant_no, src=instance, dst=link.there.instance, rank=link.here)
+
+
+def _said(grant: Grant) -> tuple[object, ...]:
+    """What every GRANT of one number says alike."""
+    return grant.pages, grant.prompt, grant.links, grant.prefix_pages

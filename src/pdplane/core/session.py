@@ -17,8 +17,8 @@ import msgspec
 from .errors import Cause
 from .frames import DataEndpoint
 from .ids import ConnId, Instance, Link, Rank, Shape
-from .layout import Stamp
-from .slices import Slice
+from .layout import OLDEST_PROTOCOL, Stamp
+from .slices import Slice, pairs
 
 NO_CONN = ConnId(0)
 
@@ -56,12 +56,13 @@ class Identity(msgspec.Struct, frozen=True):
 
 class Up(msgspec.Struct, frozen=True):
     """The session of this link is up (again): resync its rooms. Pages of the link go to `endpoint` (prefill's end), or
-    come by its kind (decode's end). `shape`: the peer's group as the peer itself says it."""
+    come by its kind (decode's end). `shape`: the peer's group, in its own words. `protocol`: what is spoken."""
 
     link: Link
     endpoint: DataEndpoint
     slice: Slice
     shape: Shape = Shape()
+    protocol: int = OLDEST_PROTOCOL
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
@@ -77,6 +78,12 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 Notice = Up | TurnedAway | Gone
+
+
+def links_between(me: Identity, link: Link, theirs: Shape) -> frozenset[tuple[Rank, Rank]]:
+    """All links between our group (prefill's) and the decode group of shape `theirs` that this session's peer is of."""
+    stamp, dp = me.stamp, link.there.rank.dp
+    return frozenset(pairs(stamp.groups, stamp.page_size, me.shape, theirs, (me.dp, dp)))
 
 
 def no_transport(prefill: Sequence[DataEndpoint], decode: Sequence[DataEndpoint]) -> Cause:

@@ -1,14 +1,16 @@
-"""Which grants a room had, over which links and transports: what `explain` shows, and an operator's release names."""
+"""Which grants a hand-off had, over which links and transports: what `explain` shows, an operator's release names."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdplane.core.ids import GrantNo, Instance, Link, Room
+from pdplane.core.ids import GrantNo, Instance, Link
+
+K = TypeVar("K", bound=Hashable)
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
@@ -29,22 +31,22 @@ class GrantRecord(msgspec.Struct):
     links: dict[Link, LinkRecord] = {}
 
 
-class GrantBook:
-    """The grants of the last `size` rooms, oldest out first."""
+class GrantBook(Generic[K]):
+    """The grants of the last `size` hand-offs, oldest out first. K: what one goes by, a room, or in params a rid."""
 
     def __init__(self, size: int = 4096) -> None:
         self._size = size
-        self._rooms: OrderedDict[Room, dict[tuple[Instance, GrantNo], GrantRecord]] = OrderedDict()
+        self._of: OrderedDict[K, dict[tuple[Instance, GrantNo], GrantRecord]] = OrderedDict()
 
-    def granted(self, room: Room, instance: Instance, grant: GrantNo, pages: int) -> GrantRecord:
+    def granted(self, key: K, instance: Instance, grant: GrantNo, pages: int) -> GrantRecord:
         """Noted once, however often it is told."""
-        of_room = self._rooms.setdefault(room, {})
-        while len(self._rooms) > self._size:
-            self._rooms.popitem(last=False)
-        return of_room.setdefault((instance, grant), GrantRecord(grant, instance, pages))
+        grants = self._of.setdefault(key, {})
+        while len(self._of) > self._size:
+            self._of.popitem(last=False)
+        return grants.setdefault((instance, grant), GrantRecord(grant, instance, pages))
 
-    def of_room(self, room: Room | None) -> Iterable[GrantRecord]:
-        return self._rooms.get(room, {}).values() if room is not None else ()
+    def of(self, key: K | None) -> Iterable[GrantRecord]:
+        return self._of.get(key, {}).values() if key is not None else ()
 
 
 def describe(record: GrantRecord) -> dict[str, Any]:

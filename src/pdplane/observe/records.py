@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pdplane.core.ids import Rid, Room, room_named
+from pdplane.core.ids import HoldNo, Rid, Room, room_named
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -30,6 +30,7 @@ class LegRecord(msgspec.Struct):
     started: float
     prompt_tokens: int = 0
     peer: str = ""
+    hold: HoldNo | None = None  # params: prefill's own, under which its KV is held
     entries: list[Entry] = []
     first_token_s: float | None = None
     finished: str = ""

@@ -6,8 +6,12 @@ from http import HTTPStatus
 
 import msgspec
 
+from pdplane.core.attempts import Failure
 from pdplane.core.errors import Cause
 from pdplane.wire.errors import error_body, error_event
+
+from .refusals import FRAMING, NOT_PASSED_ON, content_type, without
+from .upstream import WorkerAnswer
 
 _encode = msgspec.json.Encoder().encode
 
@@ -57,3 +61,19 @@ def error_answer(cause: Cause, *, headers: bytes = b"", close: bool = False) -> 
     if cause.retry_after_s is not None:
         headers += b"retry-after: %d\r\n" % cause.retry_after_s
     return answer(cause.status, error_body(cause), headers=headers, close=close)
+
+
+def failure_answer(failure: Failure, headers: bytes) -> bytes:
+    """The worker's own answer where it gave one, else ours. `headers`: lines of ours."""
+    cause, said = failure.cause, failure.reply
+    if cause.status == 429 and cause.retry_after_s is None:
+        headers += b"retry-after: 1\r\n"
+    if isinstance(said, WorkerAnswer) and said.body:
+        headers += without(said.head, NOT_PASSED_ON + FRAMING + (b"content-type:",))
+        return answer(said.status, said.body, headers=headers, content_type=content_type(said.head))
+    return error_answer(cause, headers=headers)
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -79,7 +79,8 @@ class Body(msgspec.Struct, gc=False):
     """A request's body, ready for the router's fields. `samples` rooms are needed, in lists where there are several.
 
     `prompt_tokens` is the length of the longest prompt where it came as token ids, else 0, and `prompt_name` where in
-    the body it is; `prefix` is all of the body but its last brace, with a comma where one is needed.
+    the body it is; `prefix` is all of the body but its last brace, with a comma where one is needed. `odd_n`: how many
+    choices are wanted is not understood here, and counts as one.
     """
 
     prefix: bytes
@@ -88,6 +89,19 @@ class Body(msgspec.Struct, gc=False):
     stripped: tuple[str, ...] = ()
     prompt_tokens: int = 0
     prompt_name: str = "prompt"
+    odd_n: bool = False
+
+    def plain(self) -> bytes:
+        """All of the body, with nothing of the router's."""
+        return self.prefix.removesuffix(b",") + b"}"
+
+    def with_fields(self, added: dict[str, msgspec.Raw]) -> bytes:
+        """The body as it came, with these fields after its own."""
+        return self.prefix + _encode(added)[1:] if added else self.plain()
+
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """By name, values as they came."""
+        return _fields.decode(self.plain())
 
 
 _needed = msgspec.json.Decoder(Needed)
@@ -141,6 +155,7 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
     if needed.sampling_params and _first(needed.sampling_params) == "{":
         n = _sampling.decode(needed.sampling_params).n
     if n.__class__ is not int or not 1 <= n <= MAX_SAMPLES:
+        body.odd_n = n is not None
         n = 1
     body.samples = prompts * n
     if body.samples > max_samples:
@@ -169,6 +184,34 @@ def _count_prompts(body: Body, given: msgspec.Raw) -> int:
         return len(items)
     body.prompt_tokens = len(items)
     return 1
+
+
+def samples_of(body: Body, *, chat: bool) -> tuple[list[Body], int]:
+    """A body of several samples as one for each, prompt-major, and how many there are of each prompt. Sample k of a
+    seeded prompt has the seed + k, as where one worker has them all."""
+    fields = body.fields()
+    n = _whole(fields.pop("n", None)) or 1
+    seed = _whole(fields.get("seed"))
+    given = fields.get("prompt", _NO_RAW)
+    items = _array.decode(given) if not chat and given and _first(given) == "[" else []
+    prompts: list[msgspec.Raw | None] = list(items) if items and _first(items[0]) in ('"', "[") else [None]
+    bodies = []
+    for i, prompt in enumerate(prompts):
+        tokens = 0 if prompt is None else bytes(prompt).count(b",") + 1 if _first(prompt) == "[" else 0
+        for k in range(n):
+            own = fields if prompt is None else fields | {"prompt": prompt}
+            if k and seed is not None:
+                own = own | {"seed": msgspec.Raw(str((seed + k) % 2**63).encode())}
+            one = Body(_prefix(_encode(own)), prompt_tokens=tokens if prompt else body.prompt_tokens)
+            one.prompt_name = body.prompt_name if prompt is None else f"prompt[{i}]"
+            bodies.append(one)
+    return bodies, n
+
+
+def _whole(raw: msgspec.Raw | None) -> int | None:
+    """An integer field's value; None where it is absent or no integer."""
+    value = msgspec.json.decode(raw) if raw else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _first(raw: msgspec.Raw) -> str:

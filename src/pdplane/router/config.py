@@ -20,14 +20,22 @@ class RouterConfig:
     )
     decode: tuple[str, ...] = setting((), "a decode worker's URL; give it once per worker", metavar="URL")
     worker: tuple[str, ...] = setting((), "an aggregated worker's URL; give it once per worker", metavar="URL")
+    backend: str = setting(
+        "pdplane",
+        "what the workers are: pdplane (of either dialect), or native engines",
+        choices=("pdplane", "sglang", "vllm"),
+    )
     mode: str = setting(
-        "strict", "strict: only pairs serve; fallback: aggregated workers serve while no pair is ready",
+        "strict", "strict: only pairs serve; fallback: aggregated workers serve while no pair is ready, and decode "
+        "serves alone what prefill hands nothing over for",
         choices=("strict", "fallback"),
     )  # fmt: skip
     policy: str = setting("least-load", "how workers are picked", choices=("least-load", "round-robin"))
     retries: int = setting(1, "further attempts on other workers before the first byte of an answer")
     request_timeout_s: float = setting(300.0, "deadline of a request; the header x-request-timeout shortens it")
     drain_s: float = setting(30.0, "how long prefill's leg may outlast a finished answer")
+    vllm_lease_s: float = setting(30.0, "how long a native vLLM prefill holds KV for decode (its kv_lease_duration)")
+    lease_margin_s: float = setting(1.0, "decode's leg is sent only while this much of prefill's lease is left")
     max_body_bytes: int = setting(32 * 1024 * 1024, "largest request body")
     max_head_bytes: int = setting(64 * 1024, "largest request head")
     max_inflight: int = setting(10_000, "requests in flight before new ones get 429")
@@ -50,12 +58,17 @@ class RouterConfig:
     log_level: str = setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("retries", "max_body_bytes", "max_inflight", "port"):
+        for name in ("retries", "max_body_bytes", "max_inflight", "port", "lease_margin_s"):
             if getattr(self, name) < 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it cannot be negative")
-        for name in ("request_timeout_s", "health_interval_s", "health_timeout_s", "connect_timeout_s"):
+        for name in ("request_timeout_s", "health_interval_s", "health_timeout_s", "connect_timeout_s", "vllm_lease_s"):
             if getattr(self, name) <= 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.backend == "vllm" and self.lease_margin_s >= self.vllm_lease_s:
+            raise BadSetting(
+                f"lease_margin_s {self.lease_margin_s:g} leaves nothing of vllm_lease_s {self.vllm_lease_s:g}: decode "
+                "would never be asked; give a smaller margin, or the lease that the engines have"
+            )
 
     @property
     def open_to_all(self) -> bool:

@@ -15,8 +15,7 @@ from pdplane.core.errors import Cause, bad_request
 from .answers import error_answer
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
-    from .routing import Router
+    from .routing import InFlight, Router
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class FrontConnection(asyncio.Protocol):
         self._handled = 0
         self._http10 = False
         self.transport: asyncio.Transport | None = None
-        self.current: Exchange | None = None
+        self.current: InFlight | None = None
         self.keep = True
         self.paused = False
         self.reading_since = 0.0  # a request has begun to arrive; 0: none

@@ -10,57 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import Annotated, Any
 
 import msgspec
 
-from pdplane.core.ids import Shape
-from pdplane.core.layout import Stamp
-from pdplane.wire.registry import MAX_RANKS
-
+from .backends import Backend
+from .backends.pdplane import words
 from .call import CallFailed, call
 from .config import RouterConfig
 from .pairing import Pairing
-from .worker import UNSEEN, Limits, Worker
+from .worker import UNSEEN, Worker
 
 log = logging.getLogger(__name__)
 
 SOON_S = 0.5  # time between two looks at a worker that did not answer well
 BREATH_S = 0.05  # and between two looks whatever happens
-FOLLOWS_ROOM = frozenset({"", "auto", "follow_bootstrap_room"})
-"""Of a prefill's dispatch, as it names it: room % dp is the rank. `auto` is resolved to that at a prefill."""
-
-
-Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-
-
-class ServerInfo(msgspec.Struct):
-    """What is read of ``/server_info``; native engines' names beside ours. All else is ignored."""
-
-    role: str = ""
-    disaggregation_mode: str = ""
-    model: str = ""
-    served_model_name: str = ""
-    stamp: dict[str, Any] | None = None
-    limits: Limits = msgspec.field(default_factory=Limits)
-    bootstrap_port: int | None = None
-    disaggregation_bootstrap_port: int | None = None
-    instance: str = ""
-    shape: dict[str, Size] | None = None  # by axis
-    dp_size: int | None = None
-    tp_size: int | None = None
-    pp_size: int | None = None
-    decode_allocation_policy: str = ""
-    load_balance_method: str | None = None
-    transports: object = None
-    draining: bool | str | None = None
-
-    def group(self) -> Shape:
-        """`shape`, or what the field's names say."""
-        if self.shape is not None:
-            return Shape(**{axis: size for axis, size in self.shape.items() if axis in Shape.__struct_fields__})
-        dp, tp, pp = (min(max(size or 1, 1), MAX_RANKS) for size in (self.dp_size, self.tp_size, self.pp_size))
-        return Shape(dp=dp, tp=tp, pp=pp)
 
 
 class Health(msgspec.Struct):
@@ -69,15 +32,17 @@ class Health(msgspec.Struct):
     draining: bool | str | None = None
 
 
-_info = msgspec.json.Decoder(ServerInfo)
 _health = msgspec.json.Decoder(Health)
 
 
 class Watch:
-    """Keeps the workers' facts and the pairing up to date."""
+    """Keeps the workers' facts and the pairing up to date. The router's own key, which clients present and legs carry
+    on, goes with every look: engines that were given it guard their facts by it as well."""
 
-    def __init__(self, config: RouterConfig, pairing: Pairing) -> None:
+    def __init__(self, config: RouterConfig, pairing: Pairing, backend: Backend) -> None:
         self._config = config
+        self._backend = backend
+        self._authorization = b"authorization: Bearer %b\r\n" % config.api_key.encode() if config.api_key else b""
         self._pairing = pairing
         self._tasks: list[asyncio.Task[None]] = []
         self._said: dict[str, str] = {}
@@ -138,8 +103,7 @@ class Watch:
                     return f"draining: {worker.draining}", True
                 said = body[:200].decode("utf-8", "replace").strip()
                 return f"/health answers {health}" + (f": {said}" if said else ""), True
-            status, body = await self._get(worker, "/server_info")
-            why = take(worker, body) if status == 200 else ""
+            why = await self._backend.look(worker, lambda path: self._get(worker, path))
             return why or (f"draining: {worker.draining}" if worker.draining else ""), True
         except CallFailed as failed:
             now = monotonic()
@@ -147,43 +111,17 @@ class Watch:
             return str(failed), not worker.last_heard or str(failed) == "connection refused"
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        answer = await call(worker.address, "GET", path, timeout_s=self._config.health_timeout_s)
+        answer = await call(
+            worker.address, "GET", path, headers=self._authorization, timeout_s=self._config.health_timeout_s
+        )
         worker.last_heard = monotonic()
         worker.silent = False
         return answer
 
 
-def take(worker: Worker, body: bytes) -> str:
-    """Take over what a worker says of itself in ``/server_info``; why it cannot serve, or ""."""
-    try:
-        info = _info.decode(body)
-        stamp = msgspec.convert(info.stamp, Stamp) if info.stamp is not None else None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return f"/server_info cannot be read: {error}"
-    if info.instance != worker.instance:
-        worker.born_again()
-    worker.instance, worker.stamp, worker.limits = info.instance, stamp, info.limits
-    worker.model = info.model or info.served_model_name or (stamp.model if stamp else "")
-    worker.set_shape(info.group(), pins_ranks=(info.load_balance_method or "") not in FOLLOWS_ROOM)
-    worker.policy = info.decode_allocation_policy if stamp is not None else ""
-    worker.transports = info.transports
-    worker.draining = worker.draining or _words(info.draining)
-    given = worker.address.bootstrap_port
-    told = info.disaggregation_bootstrap_port if info.bootstrap_port is None else info.bootstrap_port
-    worker.set_bootstrap(told if given is None else given)
-    role = info.role or info.disaggregation_mode
-    if role and role not in (worker.role, "null"):
-        return f"is a {role} worker, but is listed as {worker.role}"
-    return ""
-
-
 def _draining(health: bytes) -> str:
     """Why a worker takes nothing new, as its health says it; "" where it does. Other bodies say nothing of it."""
     try:
-        return _words(_health.decode(health).draining)
+        return words(_health.decode(health).draining)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return ""
-
-
-def _words(draining: bool | str | None) -> str:
-    return "it takes nothing new" if draining is True else draining or ""

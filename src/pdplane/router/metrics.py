@@ -16,9 +16,12 @@ class Metrics:
         self.verdicts: defaultdict[str, int] = defaultdict(int)
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.stripped: defaultdict[str, int] = defaultdict(int)
+        self.handoffs: defaultdict[str, int] = defaultdict(int)
         self.attempts = 0
+        self.decode_only = 0
         self.late = 0
         self.first_byte = Histogram()
+        self.prefill_leg = Histogram()
         self.duration = Histogram()
 
     def lines(self) -> Iterable[str]:
@@ -28,12 +31,22 @@ class Metrics:
         for name, help, label, values in (
             ("requests", "Requests by verdict.", "verdict", self.verdicts),
             ("retries", "Retries by the cause of the first.", "cause", self.retries),
+            (
+                "handoffs",
+                "Prefill's answers of legs that leave in turn, by what they handed over.",
+                "kind",
+                self.handoffs,
+            ),
             ("stripped_fields", "Topology fields removed from clients' bodies.", "field", self.stripped),
         ):
             yield from labelled(f"pdplane_router_{name}_total", help, "counter", label, values)
         yield from single("pdplane_router_attempts_total", "Attempts opened.", "counter", self.attempts)
+        help = "Attempts whose prompt decode computes itself."
+        yield from single("pdplane_router_decode_only_total", help, "counter", self.decode_only)
         yield from single("pdplane_router_late_total", "Late events that changed nothing.", "counter", self.late)
         yield from self.first_byte.lines("pdplane_router_first_byte_seconds", "Request read to first byte sent.")
+        help = "Prefill's leg opened to its answer, where decode's leg waits for it."
+        yield from self.prefill_leg.lines("pdplane_router_prefill_leg_seconds", help)
         yield from self.duration.lines("pdplane_router_request_seconds", "Request read to verdict.")
 
 

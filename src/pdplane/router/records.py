@@ -10,8 +10,41 @@ from pdplane.core.errors import Cause
 from pdplane.core.ids import Rid, Room, room_named
 
 
+class HandoffRecord(msgspec.Struct, gc=False):
+    """What legs that leave in turn have beside others. `rid`s are the legs' x-request-id; `request_id` and `hold` are
+    prefill's own names of what it holds. `release`: what became of it where decode did not take it: released, unknown
+    (prefill no longer had it), failed, native (the engine has no such call). Times as in AttemptRecord."""
+
+    prefill_rid: str = ""
+    decode_rid: str = ""
+    request_id: str = ""
+    hold: int | None = None
+    lease_s: float | None = None  # left when prefill answered
+    lease_left_s: float | None = None  # when decode's leg was opened
+    answered: float = 0.0
+    decode_opened: float = 0.0
+    release: str = ""
+    release_cause: str = ""  # why decode did not take it, by code
+
+    def describe(self, zero: float) -> dict[str, Any]:
+        return {
+            "prefill_rid": self.prefill_rid,
+            "decode_rid": self.decode_rid,
+            "request_id": self.request_id,
+            "hold": self.hold,
+            "lease_s": self.lease_s,
+            "lease_left_s": None if self.lease_left_s is None else round(self.lease_left_s, 6),
+            "answered_s": since(zero, self.answered),
+            "decode_opened_s": since(zero, self.decode_opened),
+            "released": self.release == "released" if self.release else None,
+            "release": self.release,
+            "release_cause": self.release_cause,
+        }
+
+
 class AttemptRecord(msgspec.Struct, gc=False):
-    """One pair of legs. Times are monotonic seconds; 0 is "did not happen"."""
+    """One pair of legs. Times are monotonic seconds; 0 is "did not happen". `mode` is pd, aggregated, or decode-only
+    where decode computed the prompt too."""
 
     attempt: int
     prefill: str
@@ -20,6 +53,10 @@ class AttemptRecord(msgspec.Struct, gc=False):
     rids: tuple[Rid, ...]
     opened: float
     ranks: tuple[int, ...] = ()  # of prefill, one per sample, where it has several
+    sample: int = 0  # where each has a pair of its own
+    mode: str = "pd"
+    dialect: str = "rooms"
+    handoff: HandoffRecord | None = None
     prefill_ended: float = 0.0
     first_byte: float = 0.0
     decode_ended: float = 0.0
@@ -28,6 +65,9 @@ class AttemptRecord(msgspec.Struct, gc=False):
     def describe(self, zero: float) -> dict[str, Any]:
         return {
             "attempt": self.attempt,
+            "sample": self.sample,
+            "mode": self.mode,
+            "dialect": self.dialect,
             "prefill": self.prefill,
             "decode": self.decode,
             "rooms": list(self.rooms),
@@ -37,6 +77,7 @@ class AttemptRecord(msgspec.Struct, gc=False):
             "prefill_ended_s": since(zero, self.prefill_ended),
             "first_byte_s": since(zero, self.first_byte),
             "decode_ended_s": since(zero, self.decode_ended),
+            "handoff": self.handoff.describe(zero) if self.handoff is not None else None,
             "cause": describe_cause(self.cause),
         }
 
@@ -50,7 +91,6 @@ class RequestRecord(msgspec.Struct, gc=False):
     received: float
     received_unix_s: float
     label: str = ""
-    mode: str = "pd"
     samples: int = 1
     attempts: list[AttemptRecord] = []
     finished: float = 0.0
@@ -58,6 +98,21 @@ class RequestRecord(msgspec.Struct, gc=False):
     status: int = 0
     late: int = 0
     cause: Cause | None = None
+
+    @property
+    def mode(self) -> str:
+        """Of the last attempt; of several samples, the one that is furthest from a pair."""
+        attempts = self.attempts
+        if len(attempts) == 1:
+            return attempts[0].mode
+        last = {attempt.sample: attempt.mode for attempt in attempts}
+        modes = set(last.values())
+        return next((mode for mode in ("decode-only", "aggregated") if mode in modes), "pd")
+
+    @property
+    def dialect(self) -> str:
+        """Of the last attempt."""
+        return self.attempts[-1].dialect if self.attempts else "unknown"
 
     @property
     def verdict(self) -> str:
@@ -72,6 +127,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             "request_id": self.request_id,
             "label": self.label,
             "path": self.path,
+            "dialect": self.dialect,
             "mode": self.mode,
             "samples": self.samples,
             "received_unix_s": self.received_unix_s,

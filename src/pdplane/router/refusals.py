@@ -8,11 +8,16 @@ import msgspec
 
 from pdplane.core.attempts import DECODE, PREFILL, Failure, retry_safe
 from pdplane.core.errors import Cause, Refused, bad_request
+from pdplane.wire.sampling import MAX_SAMPLES
 
 from .body import Body
 from .pairing import NOBODY, Pair, Pairing
 from .upstream import Leg, WorkerAnswer
-from .worker import Worker
+from .worker import PARAMS, Worker
+
+ROOMS_ONLY = "/generate"
+NOT_PASSED_ON = (b"connection:", b"keep-alive:", b"x-request-id:", b"x-pd-mode:")
+FRAMING = (b"content-length:", b"transfer-encoding:")
 
 
 class _Error(msgspec.Struct):
@@ -49,6 +54,32 @@ def fitting(body: Body, pairing: Pairing, barred: Collection[str] = NOBODY) -> P
     if first is not None:
         raise Refused(first)
     return None
+
+
+def pair_for(
+    path: str, body: Body, pairing: Pairing, barred: Collection[str] = NOBODY, *, again: bool = False
+) -> Pair | None:
+    """As `fitting`, by what each dialect takes. `again`: after an attempt, when it is too late to split the request."""
+    pair = fitting(body, pairing, barred)
+    if pair is None or pair.decode.dialect != PARAMS or not pair.one_each:
+        return pair
+    if path == ROOMS_ONLY or (again and body.samples > 1):
+        return _fitting_rooms(path, body, pairing, barred)
+    if body.odd_n:
+        message = f"n must be a whole number from 1 to {MAX_SAMPLES}: each choice has a pair of legs of its own"
+        raise Refused(bad_request(message, code="invalid_value", param="n", side="router"))
+    return pair
+
+
+def _fitting_rooms(path: str, body: Body, pairing: Pairing, barred: Collection[str]) -> Pair | None:
+    """As `fitting`, for what only workers of the rooms dialect take. Raises Refused (400) where there are none."""
+    others = {worker.url for worker in pairing.workers if worker.dialect == PARAMS}
+    pair = fitting(body, pairing, others.union(barred))
+    if pair is None:
+        what = f"{ROOMS_ONLY} is" if path == ROOMS_ONLY else f"{body.samples} samples in one leg are"
+        message = f"{what} served by workers of the rooms dialect alone, and those here speak kv_transfer_params"
+        raise Refused(bad_request(f"{message}; send /v1/completions or /v1/chat/completions", code="not_served"))
+    return pair
 
 
 def _over_limit(body: Body, pair: Pair) -> tuple[Worker, Cause] | None:

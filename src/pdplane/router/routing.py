@@ -9,29 +9,39 @@ import secrets
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
+from pdplane.core.attempts import BUSY, HANDOFF, PREFILL, Failure
 from pdplane.core.errors import Cause, Refused, bad_request, busy, unavailable
 
 from . import views
 from .answers import error_answer
+from .backends import Backend
+from .backends.named import BACKENDS
 from .config import RouterConfig, parse_address
+from .driver import Driver
 from .exchange import Exchange
 from .guard import Guard
+from .legs.judged import JudgedDecodeLeg
+from .legs.params import HandoffLeg
 from .legs.rooms import AggregatedLeg, DecodeLeg, PrefillLeg
 from .metrics import Metrics
 from .outbox import Outbox
-from .pairing import Pairing
+from .pairing import Pair, Pairing
 from .policies import POLICIES
 from .records import Records, RequestRecord
+from .split import Split
 from .upstream import Leg
-from .worker import Worker
+from .worker import PARAMS, Worker
 
 if TYPE_CHECKING:
     from .front import FrontConnection, Incoming
 
 GENERATION = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+DRAINING_CODE, INCOMPATIBLE_CODE = "draining", "incompatible"  # 503s of workers that are no busyness
 MAX_BUSY_S = 5
 LINGER_S = 2.0
+
+InFlight = Exchange | Split
 
 _LEGS: dict[str, type[Leg]] = {"prefill": PrefillLeg, "decode": DecodeLeg, "aggregated": AggregatedLeg}
 
@@ -47,7 +57,8 @@ class Router:
         self.outbox = Outbox(loop)
         self.metrics = Metrics()
         self.records = Records(config.records)
-        self.guard = Guard()
+        self.backend: Backend = BACKENDS[config.backend]()
+        self.guard = Guard(self.backend)
         self.pairing = Pairing(
             [Worker(parse_address(url), "prefill") for url in config.prefill],
             [Worker(parse_address(url), "decode") for url in config.decode],
@@ -58,9 +69,9 @@ class Router:
         )
         self.stopping = False
         self._idle = asyncio.Event()
-        self.active: dict[str, Exchange] = {}  # verdict still open
-        self.draining: set[Exchange] = set()  # answered; prefill's leg still open
-        self.labels: dict[tuple[bytes, str], list[Exchange]] = {}
+        self.active: dict[str, InFlight] = {}  # verdict still open
+        self.draining: set[Driver] = set()  # answered; prefill's leg still open
+        self.labels: dict[tuple[bytes, str], list[InFlight]] = {}
         self.fronts: set[FrontConnection] = set()
         self._prefix = f"pd-{secrets.token_hex(4)}-"
         self._counter = 0
@@ -142,7 +153,14 @@ class Router:
         self.active[exchange.request_id] = exchange
         self.records.add(record)
 
-    def finished(self, exchange: Exchange, record: RequestRecord) -> None:
+    def replace(self, exchange: Exchange, split: Split) -> None:
+        """`split` answers in the place of `exchange`."""
+        self.active[exchange.request_id] = split
+        split.label = label = exchange.label
+        if label is not None:
+            self.labels[label] = [split if same is exchange else same for same in self.labels[label]]
+
+    def finished(self, exchange: InFlight, record: RequestRecord) -> None:
         """The verdict is known and answered."""
         del self.active[exchange.request_id]
         metrics, cause = self.metrics, record.cause
@@ -177,7 +195,7 @@ class Router:
     def abort_all(self, authorization: bytes) -> int:
         return self._abort([e for e in self.active.values() if e.authorization == authorization])
 
-    def _abort(self, exchanges: list[Exchange]) -> int:
+    def _abort(self, exchanges: list[InFlight]) -> int:
         for exchange in exchanges:
             exchange.cancel(Cause("aborted", "the request was aborted by an abort call", 499, side="router"))
         return len(exchanges)
@@ -185,7 +203,30 @@ class Router:
     # --- workers --------------------------------------------------------------------------------------------------
 
     def leg_class(self, worker: Worker) -> type[Leg]:
+        """By which connections to it speak."""
+        if worker.role == "prefill" and worker.dialect == PARAMS:
+            return HandoffLeg
+        if worker.role != "prefill" and self.backend.early_heads:
+            return JudgedDecodeLeg
         return _LEGS[worker.role]
+
+    def refused(self, pair: Pair, leg: Leg, status: int, failure: Failure, opened: float) -> None:
+        """A worker's error answer to a leg opened at `opened`: what it says of the pair's workers."""
+        culprit = pair.of(leg.side if failure.blames in ("", HANDOFF) else failure.blames)
+        code = failure.cause.code if status == 503 else ""
+        if code == DRAINING_CODE:
+            self.drains(culprit, failure.cause.message)
+        elif code == INCOMPATIBLE_CODE:
+            for worker in filter(None, pair):
+                worker.doubt()
+        elif status in BUSY:
+            self.busy(culprit, failure.cause.retry_after_s or 1)
+        elif status < 500:
+            leg.worker.succeeded(opened)
+            if failure.blames == HANDOFF:
+                pair.of(PREFILL).doubt()  # is it still the process that holds what it answered?
+        elif status != 504:
+            self.blame(culprit, failure.cause, opened)
 
     def busy(self, worker: Worker, retry_after_s: int) -> None:
         """A worker is full: others are preferred for a moment. It is not ill: no failure is counted."""
@@ -211,8 +252,8 @@ class Router:
         self.now = now = monotonic()
         for exchange in [e for e in self.active.values() if e.deadline <= now]:
             exchange.expired()
-        for exchange in [e for e in self.draining if e.deadline <= now]:
-            exchange.expired()
+        for driver in [d for d in self.draining if d.deadline <= now]:
+            driver.expired()
         if any(worker.silent for worker in self.pairing.workers):
             self._end_silent()
         for worker in self.pairing.workers:

@@ -34,7 +34,7 @@ class RouterServer:
         self._server = await loop.create_server(
             lambda: FrontConnection(router), self.config.host, self.config.port, backlog=1024
         )
-        self._watch = Watch(self.config, router.pairing)
+        self._watch = Watch(self.config, router.pairing, router.backend)
         self._watch.start()
         self._sweep = loop.call_later(SWEEP_S, self._swept, router)
 
@@ -61,8 +61,8 @@ class RouterServer:
             await asyncio.wait_for(router.idle(), self.config.stop_grace_s if grace_s is None else grace_s)
         for exchange in list(router.active.values()):
             exchange.cancel(router.stopped())
-        for exchange in list(router.draining):
-            exchange.expired()
+        for driver in list(router.draining):
+            driver.expired()
         router.outbox.flush()
         if self._sweep is not None:
             self._sweep.cancel()

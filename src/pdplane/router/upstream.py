@@ -18,7 +18,7 @@ from pdplane.core.errors import Cause
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
+    from .driver import Driver
     from .outbox import Outbox
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -27,6 +27,11 @@ STALE_WITHIN_S = 0.2
 """A connection that was closed while idle says so within a round trip of its next request. Later than this, the worker
 had the request and died over it: it is to blame, and a retry must not go there again."""
 HEAD_END = b"\r\n\r\n"
+
+
+def with_length(lines: bytes, body: bytes) -> bytes:
+    """The end of a request: header lines up to the value of content-length, which is added, and the body."""
+    return b"".join((lines, str(len(body)).encode(), HEAD_END, body))
 
 
 class WorkerAnswer:
@@ -67,7 +72,7 @@ class Leg(asyncio.Protocol):
         self._outbox = outbox
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: Driver | None = None
         self.attempt = 0
         self.reused = False
         self.idle_since = 0.0
@@ -82,9 +87,9 @@ class Leg(asyncio.Protocol):
         self._keep = False
         self._overrun = False
 
-    def send(self, exchange: Exchange, attempt: int, data: bytes) -> None:
+    def send(self, exchange: Driver, attempt: int, data: bytes, now: float) -> None:
         """Take the leg for this attempt and send its request."""
-        self.exchange, self.attempt, self.sent_at = exchange, attempt, monotonic()
+        self.exchange, self.attempt, self.sent_at = exchange, attempt, now
         self._outbox.write(self, data)
 
     def pause(self, paused: bool) -> None:
@@ -116,7 +121,8 @@ class Leg(asyncio.Protocol):
         if not self._keep or self.transport is None or exchange is None:
             self.discard()
             return
-        self.pause(False)
+        if self.paused:
+            self.pause(False)
         self.reused = True
         self._reset()
         self.idle_since = exchange.router.now
@@ -242,11 +248,12 @@ def framed(head: bytes) -> bool:
 class Dial:
     """A leg whose connection is being made. It stands in for the leg until then."""
 
-    __slots__ = ("_data", "_task", "attempt", "exchange", "worker")
+    __slots__ = ("_data", "_kind", "_task", "attempt", "exchange", "worker")
 
-    def __init__(self, worker: Worker, exchange: Exchange, attempt: int, data: bytes) -> None:
+    def __init__(self, worker: Worker, exchange: Driver, attempt: int, data: bytes) -> None:
         self.worker, self.attempt, self._data = worker, attempt, data
-        self.exchange: Exchange | None = exchange
+        self.exchange: Driver | None = exchange
+        self._kind = exchange.router.leg_class(worker)  # as the worker is now: its dialect is its process's
         self._task = asyncio.get_running_loop().create_task(self._connect(exchange))
 
     def end(self) -> bool:
@@ -254,9 +261,8 @@ class Dial:
         self._task.cancel()
         return False
 
-    async def _connect(self, exchange: Exchange) -> None:
-        router, worker = exchange.router, self.worker
-        kind = router.leg_class(worker)
+    async def _connect(self, exchange: Driver) -> None:
+        router, worker, kind = exchange.router, self.worker, self._kind
         try:
             async with asyncio.timeout(router.config.connect_timeout_s):
                 _, leg = await asyncio.get_running_loop().create_connection(
@@ -271,7 +277,7 @@ class Dial:
             return
         exchange.dialled(self, leg, self._data)
 
-    def _fail(self, exchange: Exchange, side: str, error: Exception) -> None:
+    def _fail(self, exchange: Driver, side: str, error: Exception) -> None:
         why = "connection refused" if isinstance(error, ConnectionRefusedError) else str(error) or "connect timed out"
         cause = Cause("upstream_unreachable", f"{side} {self.worker.url}: {why}", 502, retryable=True, side=side)
         exchange.leg_failed(self, Failure(cause=cause))

@@ -12,7 +12,7 @@ import msgspec
 
 import pdplane
 from pdplane.core.errors import Cause, bad_request
-from pdplane.observe.prometheus import single
+from pdplane.observe.prometheus import family, labelled, single
 from pdplane.wire.errors import error_body, error_detail
 
 from .answers import answer as plain_answer
@@ -74,7 +74,11 @@ def _json(value: object, close: bool, status: int = 200) -> Answer:
 
 
 def _health(router: Router, close: bool) -> Answer:
-    return _json({"status": "alive", "in_flight": len(router.active)}, close)
+    return _json({"status": "alive", "in_flight": len(router.active), **_kind(router)}, close)
+
+
+def _kind(router: Router) -> dict[str, str]:
+    return {"backend": router.backend.name, "dialect": router.pairing.dialect()}
 
 
 def _ready(router: Router, close: bool) -> Answer:
@@ -92,15 +96,15 @@ def _workers(router: Router, close: bool) -> Answer:
     ]
     for entry in described:
         entry["ready"] = not entry["reason"]
-    return _json({"workers": described, "missing": pairing.missing()}, close)
+    return _json({"workers": described, "missing": pairing.missing(), **_kind(router)}, close)
 
 
 def _models(router: Router, close: bool) -> Answer:
     pairing = router.pairing
     limits: dict[str, int] = {}
     for worker in pairing.decodes + pairing.aggregated:
-        if worker.ready and worker.model:
-            limits[worker.model] = worker.limits.context_len
+        if worker.ready:
+            limits |= dict.fromkeys(worker.names, worker.limits.context_len)
     models = [
         {"id": name, "object": "model", "created": _STARTED, "owned_by": "pdplane", "max_model_len": limit or None}
         for name, limit in limits.items()
@@ -118,7 +122,9 @@ def _server_info(router: Router, close: bool) -> Answer:
             "version": pdplane.__version__,
             "mode": config.mode,
             "policy": config.policy,
-            "dialect": "rooms",
+            **_kind(router),
+            "lease_margin_s": config.lease_margin_s,
+            "vllm_lease_s": config.vllm_lease_s,
             "retries": config.retries,
             "request_timeout_s": config.request_timeout_s,
             "max_body_bytes": config.max_body_bytes,
@@ -140,12 +146,16 @@ def _metrics(router: Router, close: bool) -> Answer:
 
 def metric_lines(router: Router) -> Iterable[str]:
     yield from router.metrics.lines()
+    about = {**_kind(router), "mode": router.config.mode, "version": pdplane.__version__}
+    yield from family("pdplane_router_info", "What this router serves.", "gauge", [(about, 1)])
     yield from single("pdplane_router_in_flight", "Requests without a verdict.", "gauge", len(router.active))
     yield from single("pdplane_router_draining", "Answered, prefill's leg still open.", "gauge", len(router.draining))
     yield from single("pdplane_router_connections", "Client connections.", "gauge", len(router.fronts))
     yield from single("pdplane_router_ready", "1: one whole compatible pair.", "gauge", int(router.pairing.ready))
     yield from single("pdplane_router_aborts_sent_total", "Abort calls taken by workers.", "counter", router.guard.sent)
     yield from single("pdplane_router_aborts_failed_total", "Abort calls not taken.", "counter", router.guard.failed)
+    help = "Holds that decode did not take, by what became of them."
+    yield from labelled("pdplane_router_releases_total", help, "counter", "outcome", router.guard.releases)
     workers = [(worker.url, worker.role, worker) for worker in router.pairing.workers]
     columns: tuple[tuple[str, str, str, Callable[[Any], float]], ...] = (
         ("pdplane_router_worker_load", "Samples in flight on its legs.", "gauge", lambda w: w.load),
@@ -170,7 +180,7 @@ def _request(router: Router, key: str, close: bool) -> Answer:
     if record is None:
         message = f"no record of {key!r}: give a request id, an attempt's rid, a room or a label"
         return _error(Cause("not_found", f"{message}; the last {router.config.records} are kept", 404), close)
-    return _json(record.describe(), close)
+    return _json({"backend": router.backend.name, **record.describe()}, close)
 
 
 def _abort(router: Router, incoming: Incoming, close: bool) -> Answer:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .upstream import Leg
 
 UNSEEN = "not looked at yet"
+ROOMS, PARAMS = "rooms", "params"
 
 
 class Limits(msgspec.Struct):
@@ -30,16 +31,18 @@ class Limits(msgspec.Struct):
 class Worker:
     """`reason` "" is in service. `avoid` says why others are preferred for now (busy, or banned): never a refusal.
 
-    `doubt` asks for a look at it at once; whoever looks sets it. `pins_ranks`: its dispatch does not follow the room,
-    so that a leg must name its rank.
+    `dialect`: how pages are handed over, rooms or params. `doubt` asks for a look at it at once; whoever looks sets it.
+    `pins_ranks`: its dispatch does not follow the room, so that a leg must name its rank.
     """
 
     __slots__ = (
         "address",
+        "aliases",
         "avoid",
         "ban",
         "bootstrap",
         "busy_until",
+        "dialect",
         "doubt",
         "draining",
         "failures",
@@ -50,6 +53,7 @@ class Worker:
         "limits",
         "load",
         "model",
+        "no_abort_call",
         "partners",
         "pins_ranks",
         "policy",
@@ -71,7 +75,10 @@ class Worker:
         self.reason = UNSEEN
         self.draining = ""  # why it takes nothing new
         self.instance = ""
+        self.dialect = ROOMS
+        self.no_abort_call = False  # it was asked, and has none
         self.model = ""
+        self.aliases: tuple[str, ...] = ()  # other names that requests may give
         self.stamp: Stamp | None = None
         self.shape = Shape()
         self.policy = ""
@@ -100,6 +107,11 @@ class Worker:
     @property
     def ready(self) -> bool:
         return not self.reason
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the models that it serves; none are known where it has told none."""
+        return (self.model, *self.aliases) if self.model else ()
 
     def head(self, path: str) -> bytes:
         """The start of a request's head for `path`, made once."""
@@ -181,6 +193,7 @@ class Worker:
         self.ban.lift()
         self.busy_until = 0.0
         self.avoid = ""
+        self.no_abort_call = False
 
     def drop_idle(self) -> None:
         """Close every idle connection: the process behind them has gone, or is doubted."""
@@ -204,7 +217,9 @@ class Worker:
             "requests": self.requests,
             "failures": self.failures,
             "instance": self.instance,
+            "dialect": self.dialect,
             "model": self.model,
+            "aliases": list(self.aliases),
             "shape": msgspec.structs.asdict(self.shape),
             "decode_allocation_policy": self.policy,
             "transports": self.transports,

@@ -10,8 +10,13 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
+from pdplane.core.layout import PARAMS, ROOMS
+
 from . import broken_handoff as handoff
 from . import broken_pages as pages
+from . import broken_params as params
+
+LATE = "late_reads"
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -22,6 +27,11 @@ class Broken(msgspec.Struct, frozen=True):
     within_seeds: int
     pattern: str | None = None
     fence: bool | None = None
+    dialect: str = ROOMS
+
+
+def _params(story: str, install: Callable[[ExitStack], None], within_seeds: int, pattern: str) -> Broken:
+    return Broken(story, install, within_seeds, pattern, dialect=PARAMS)
 
 
 BROKEN: dict[str, Broken] = {
@@ -54,6 +64,10 @@ BROKEN: dict[str, Broken] = {
     "sent_becomes_failed": Broken("sent becomes failed", handoff.sent_becomes_failed, 40, "lost_frames+cancels"),
     "cached_abort": Broken("an aborted prefill's pages are cached", pages.cached_abort, 60, "cancels"),
     "evicts_held": Broken("the prefix cache evicts what is read", pages.evicts_held, 60, "tight_pools"),
+    "shared_granted": Broken("a grant names pages that others read", pages.shared_granted, 60, "tight_pools"),
+    "unproven_kept": Broken("a failed hand-off's pages are cached at decode", pages.unproven_kept, 60, "cancels"),
+    "share_forgotten": Broken("a failed room holds what it shared", pages.share_forgotten, 60, "cancels"),
+    "shared_freed": Broken("decode lets go twice of what others share", pages.shared_freed, 60, "retracts"),
     "cached_boasted": Broken("cached_tokens is more than was shared", pages.cached_boasted, 20, "calm"),
     "ready_too_early": Broken("READY before the KV is there", pages.ready_too_early, 40, "hold_expiry"),
     "endless_hold": Broken("held KV has no term", pages.endless_hold, 60, "hold_expiry"),
@@ -67,6 +81,30 @@ BROKEN: dict[str, Broken] = {
     "never_retracts": Broken("growth is ignored, and nobody gives way", pages.never_retracts, 40, "retracts"),
     "lacking_rank": Broken("decode takes a route that lacks a rank", pages.lacking_rank, 60, "registry_swap+rank_skew"),
     "rank_ignored": Broken("an explicit rank is ignored", pages.rank_ignored, 20, "mismatches"),
+    "reaper_by_order": _params("leases end in the order of their begin", params.reaper_by_order, 20, "full_decode"),
+    "renewal_revives": _params("a renewal revives what has expired", params.renewal_revives, 40, "lost_renewals"),
+    "never_renews": _params("decode lets leases end while requests wait", params.never_renews, 20, "full_decode"),
+    "freed_under_number": _params("a lease's end frees pages, not the number", params.freed_under_number, 60, LATE),
+    "endless_lease": _params("a hold waits for its reader for ever", params.endless_lease, 40, "crash_decode"),
+    "deaf_to_release": _params("what is held takes no notice of a release", params.deaf_to_release, 40, "between_hops"),
+    "release_forgotten": _params("decode gives up and tells nobody", params.release_forgotten, 40, "cancels"),
+    "second_read": _params("a handle may be used twice", params.second_read, 60, "replays"),
+    "stranger_releases": _params("a RELEASE counts, whoever sends it", params.stranger_releases, 60, "replays"),
+    "any_answer": _params("a CONFIRMED counts, whoever sends it", params.any_answer, 40, "stray_frames"),
+    "replay_computed": _params("a spent handle is computed anew", params.replay_computed, 20, "replays"),
+    "refusal_forgotten": _params("decode turns away, prefill holds on", params.refusal_forgotten, 40, "tight_pools"),
+    "reader_untold": _params("a hold is taken back untold", params.reader_untold, 100, "replays"),
+    "commit_unconfirmed": _params("nobody asks for a confirmation", params.commit_unconfirmed, 20, "calm"),
+    "confirm_too_early": _params("CONFIRM leaves before the last page", params.confirm_too_early, 20, "slow_transfer"),
+    "half_a_read": _params("one link's pages are enough", params.half_a_read, 20, "rank_skew"),
+    "always_yes": _params("CONFIRM is answered from memory", params.always_yes, 60, LATE),
+    "refusal_ignored": _params("any answer to CONFIRM is a yes", params.refusal_ignored, 60, LATE),
+    "silence_is_yes": _params("a dead prefill has confirmed", params.silence_is_yes, 100, "crash_prefill"),
+    "no_digest": _params("neither side compares prompts", params.no_digest, 20, "mismatches"),
+    "any_pages": _params("prefill brings any pages", params.any_pages, 20, "tampered"),
+    "bytes_before_confirm": _params("bytes leave before CONFIRMED", params.bytes_before_confirm, 20, "calm"),
+    "freed_before_fence": _params("pages are free before the fence", params.freed_before_fence, 60, "cancels"),
+    "head_of_bad_pages": _params("pages behind a bad one count", params.head_of_bad_pages, 100, "lost_moves"),
 }
 
 

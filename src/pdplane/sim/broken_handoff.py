@@ -15,7 +15,7 @@ from pdplane.core.dialler import Dialler, DState
 from pdplane.core.effects import AbortEngine, CancelMoves
 from pdplane.core.errors import Cause
 from pdplane.core.frames import Drained, Failed, Success, Welcome
-from pdplane.core.ids import Instance, Link, PageId, Seat
+from pdplane.core.ids import Instance, Link, PageId, Room, Seat
 from pdplane.core.pages import Ledger, Owner, Page
 from pdplane.core.peers import Peers
 from pdplane.core.receiver import Receiver
@@ -75,7 +75,7 @@ def resync_to_successor(stack: ExitStack) -> None:
         self._beat_at, self._backoff_s = now, 0.0
         return [agreed]
 
-    def adopting(self: Peers, dialler: Dialler, found: Sequence[Notice]) -> None:
+    def adopting(self: Peers[Room], dialler: Dialler, found: Sequence[Notice]) -> None:
         for notice in found:
             if isinstance(notice, Up):
                 assert isinstance(self._node, DecodeNode)

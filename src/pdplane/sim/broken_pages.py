@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
+
+import msgspec
 
 from pdplane.core import batch as batching
 from pdplane.core import prompt_pages
 from pdplane.core.batch import Batch, Running
 from pdplane.core.door import Door
-from pdplane.core.effects import RestoreEngine
+from pdplane.core.effects import ArmGrant, Effect, RestoreEngine, SendFrame
+from pdplane.core.frames import Grant
 from pdplane.core.holds import Holds
-from pdplane.core.ids import PageId, Rank, Rid, Room
+from pdplane.core.ids import Link, PageId, Rank, Rid, Room
 from pdplane.core.membership import Membership, PrefillGroup
 from pdplane.core.pages import Page
 from pdplane.core.prefix import PrefixCache
+from pdplane.core.receiver import Receiver
 from pdplane.core.reception import Reception
 from pdplane.core.reserve import Reserve
 from pdplane.core.sender import Sender
-from pdplane.core.table import SA, SE, S
+from pdplane.core.table import RA, SA, SE, S
 
 from .broken_handoff import Step, set_cells, swap
 
@@ -43,7 +48,76 @@ def evicts_held(stack: ExitStack) -> None:
     """The prefix cache forgets who reads a page, and its books agree with it."""
     for name in ("hold", "release"):
         swap(stack, PrefixCache, name, lambda self, pages: None)
-    swap(stack, prompt_pages, "_readers", lambda senders: Counter())
+    swap(stack, prompt_pages, "_readers", lambda runs: Counter())
+
+
+def shared_granted(stack: ExitStack) -> None:
+    """A grant names the pages that are there already too: whoever reads them is written over."""
+    act = Receiver._act
+
+    def boundless(self: Receiver, action: RA, link: Link | None) -> None:
+        if action not in (RA.GRANT, RA.GRANT_ONE):
+            act(self, action, link)
+            return
+        out, first = self._node.out, len(self._node.out)
+        act(self, action, link)
+        out[first:] = [_with_head(effect, self.shared) for effect in out[first:]]
+
+    swap(stack, Receiver, "_act", boundless)
+
+
+def _with_head(effect: Effect, head: tuple[PageId, ...]) -> Effect:
+    match effect:
+        case ArmGrant():
+            return msgspec.structs.replace(effect, pages=head + effect.pages, shared=())
+        case SendFrame(frame=Grant() as grant):
+            whole = msgspec.structs.replace(grant, pages=head + grant.pages, decode_prefix_len=msgspec.UNSET)
+            return msgspec.structs.replace(effect, frame=whole)
+        case _:
+            return effect
+
+
+def unproven_kept(stack: ExitStack) -> None:
+    """The pages of a hand-off that failed are shared with whoever has the same prompt."""
+    give_back = Receiver._give_back
+
+    def keeping(self: Receiver) -> None:
+        if self.cause is None or len(self.pages) < len(self.prompt.page_keys):
+            give_back(self)
+            return
+        state = self._node.ledger.state_of(self.pages[0])
+        self._desk.pages.keep(self.prompt, self.pages, 0, self.owner, state)
+        self._disarm()
+        self.pages = ()
+
+    swap(stack, Receiver, "_give_back", keeping)
+
+
+def share_forgotten(stack: ExitStack) -> None:
+    """A room that fails does not let go of what it shares."""
+
+    def forgetting(self: Receiver) -> None:
+        self.shared = ()
+
+    swap(stack, Receiver, "_let_go", forgetting)
+
+
+def shared_freed(stack: ExitStack) -> None:
+    """A request that ends lets go twice of what it shares, and the books agree with it: others lose their head."""
+    give_back, release = Batch._give_back, PrefixCache.release
+
+    def twice(self: Batch, request: Running, *, keep: bool) -> int:
+        head = request.head
+        held = give_back(self, request, keep=keep)
+        self._pages.release([page for page in head if self._pages._cache._refs(page)])
+        return held
+
+    def lenient(self: PrefixCache, pages: Sequence[PageId]) -> None:
+        release(self, [page for page in pages if self._refs(page)])
+
+    swap(stack, Batch, "_give_back", twice)
+    swap(stack, PrefixCache, "release", lenient)
+    swap(stack, PrefixCache, "audit_all", lambda self, holders: [])
 
 
 def cached_boasted(stack: ExitStack) -> None:
@@ -83,7 +157,7 @@ def freed_at_retract(stack: ExitStack) -> None:
 
     def freeing(self: Batch, request: Running) -> None:
         retract(self, request)
-        self._free(request)
+        self._give_back(request, keep=False)
 
     swap(stack, Batch, "_retract", freeing)
 
@@ -131,7 +205,7 @@ def harvest_starved(stack: ExitStack) -> None:
 
 def never_retracts(stack: ExitStack) -> None:
     """I13: prompts are let in without a thought to growth, and nobody ever gives way."""
-    swap(stack, Reserve, "may_admit", lambda self, pages, most, running=False: pages <= self._ledger.free_count)
+    swap(stack, Reserve, "may_admit", lambda self, prompt, most, running=False: self._pages.fits(prompt))
     swap(stack, batching, "victim", lambda requests: None)
     swap(stack, Batch, "_alone", lambda self: None)
 
@@ -140,7 +214,7 @@ def lacking_rank(stack: ExitStack) -> None:
     """A route that lacks a rank is taken for one without that rank, and neither end counts what the links bring."""
     pairs = Membership._pairs
 
-    def known(self: Membership, group: PrefillGroup, dp: int) -> tuple[tuple[Rank, Rank], ...]:
+    def known(self: Membership[Room], group: PrefillGroup[Room], dp: int) -> tuple[tuple[Rank, Rank], ...]:
         return tuple(pair for pair in pairs(self, group, dp) if pair[0] in group.endpoints)
 
     swap(stack, Membership, "_pairs", known)
@@ -152,7 +226,7 @@ def rank_ignored(stack: ExitStack) -> None:
     """I21: the prefill rank that a leg names is not looked at."""
     seek = Membership.seek
 
-    def blind(self: Membership, address: str, room: Room, named: int | None, now: float) -> Any:
+    def blind(self: Membership[Room], address: str, room: Room, named: int | None, now: float) -> Any:
         return seek(self, address, room, None, now)
 
     swap(stack, Membership, "seek", blind)

@@ -4,6 +4,12 @@ owner map what it believes. The checkers watch events and effects go by, the fab
 O1  no write lands that no grant named.            O2  no page is handed out while somebody holds it.
 O3  decode starts on, and goes on with, its own pages alone; no SUCCESS overtakes the bytes of its link.
 O4  no page is handed out while an older write can land in it, and no write lands outside its grant's life.
+
+A shared page has no holder, and whoever shares it is a reader: while it has any, nobody is handed it, no grant names
+it, and a write that lands there lands in nobody's page.
+
+In the params dialect prefill may reuse a page that a late read still brings over: what lands then is another's, and no
+rule is broken until a byte of the answer leaves. Whose bytes they are is judged there (engine.py, hold_rules.py).
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from pdplane.core.effects import (
     DisarmGrant,
     Effect,
     ExtendPages,
+    Lane,
     Note,
     RestoreEngine,
     RunDecode,
@@ -28,6 +35,8 @@ from pdplane.core.effects import (
 )
 from pdplane.core.frames import Success
 from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid, Room, Seat
+from pdplane.core.params_decode import ParamsDecodeNode
+from pdplane.core.params_prefill import ParamsPrefillNode
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.slices import Slice
 from pdplane.transport.memory import Batch
@@ -49,7 +58,7 @@ class Watched(Protocol):
     instance: Instance
     side: str
     alive: bool
-    node: DecodeNode | PrefillNode | AggregatedNode
+    node: DecodeNode | PrefillNode | AggregatedNode | ParamsDecodeNode | ParamsPrefillNode
 
 
 class Hold(msgspec.Struct):
@@ -61,18 +70,28 @@ class Hold(msgspec.Struct):
     closed: bool = False
 
 
-class Pages:
-    """Who holds which page of which instance, by what effects and events said. `ranks`: of prefill's side."""
+class Armed(msgspec.Struct, frozen=True):
+    """What one grant named, and what of the prompt's head was there before, to be shared."""
 
-    def __init__(self, works: Mapping[Rid, Work], *, fence: bool, ranks: int = 1) -> None:
-        self._works, self._fence, self._ranks = works, fence, ranks
+    pages: tuple[PageId, ...]
+    shared: tuple[PageId, ...]
+
+
+class Pages:
+    """Who holds which page of which instance, by what effects and events said. `ranks`: of prefill's side. `confirms`:
+    bytes are only good when decode has a confirmation (params)."""
+
+    def __init__(self, works: Mapping[Rid, Work], *, fence: bool, ranks: int = 1, confirms: bool = False) -> None:
+        self._works, self._fence, self._ranks, self._confirms = works, fence, ranks, confirms
         self._held: dict[Instance, dict[PageId, Hold]] = {}
         self._shared: dict[Instance, dict[Rid, tuple[PageId, ...]]] = {}  # pages of the prefix cache that are read
-        self._armed: dict[tuple[Instance, GrantNo], tuple[PageId, ...]] = {}
+        self._armed: dict[tuple[Instance, GrantNo], Armed] = {}
+        self._heads: dict[tuple[Instance, Rid], tuple[PageId, ...]] = {}  # of prompts at decode, as they were granted
         self._landed: dict[tuple[Instance, GrantNo, Seat, Rank], set[PageId]] = {}
         self._cached: dict[tuple[Instance, Room], int] = {}  # tokens of a prompt that were not computed again
         self._granting: dict[Instance, Rid] = {}
         self._taken: set[Rid] = set()  # as complete, by decode
+        self.foreign = 0  # pages of loads in which another's bytes have landed
 
     def forget(self, instance: Instance) -> None:
         self._held.pop(instance, None)
@@ -82,27 +101,33 @@ class Pages:
         me = who.instance
         match effect:
             case Note(rid, _, state):
-                if state == "Granted":
+                if state == "Granted" or (state == "Reading" and self._confirms):
                     self._granting[me] = rid
                 elif state == "Success":
                     self._taken.add(rid)
-                elif state == "Gone" or (state == "Sent" and who.side == "prefill"):
+                elif state == "Draining" and who.side == "decode":  # its own pages wait for a proof, no others
+                    self._shared.get(me, {}).pop(rid, None)
+                elif state == ("freed" if self._confirms else "Gone") or (state == "Sent" and who.side == "prefill"):
                     self._release(me, rid)
-            case ArmGrant(grant, pages):
-                self._nothing_can_land(me, pages, pending)
-                self._claim(me, pages, Hold(self._granting.pop(me), grant))
-                if (me, grant) in self._armed:
-                    raise Violation("O2", f"{me} gives grant number {grant} twice")
-                self._armed[me, grant] = pages
+            case ArmGrant(grant, pages, _, head):
+                self._nothing_can_land(me, (*pages, *head), pending)
+                self._arm(me, self._granting.pop(me), grant, Armed(pages, head))
             case DisarmGrant(grant):
-                for page in self._armed.get((me, grant), ()):
+                armed = self._armed.get((me, grant))
+                for page in armed.pages if armed else ():
                     hold = self._held.get(me, {}).get(page)
                     if hold and hold.grant == grant:
                         hold.closed = True
             case RunDecode(rid, pages):
-                self._claim(me, pages, Hold(rid, GrantNo(0)))
-            case RunWhole(rid, pages):
-                self._claim(me, pages, Hold(rid, GrantNo(0)))
+                head = self._heads.get((me, rid), ())
+                if pages[: len(head)] != head:
+                    raise Violation("O3", f"{me} lets {rid} start on other pages than it shares: {pages}, not {head}")
+                self._share(me, head, rid)
+                self._claim(me, pages[len(head) :], Hold(rid, GrantNo(0)))
+            case RunWhole(rid, pages, shared=shared):
+                self._release(me, rid)  # what was granted to it; all of it goes on as the engine's
+                self._claim(me, pages[shared:], Hold(rid, GrantNo(0)))
+                self._share(me, pages[:shared], rid)
             case ExtendPages(rid, pages) | RestoreEngine(rid, pages):
                 self._nothing_can_land(me, pages, pending)
                 self._claim(me, pages, Hold(rid, GrantNo(0)))
@@ -111,7 +136,8 @@ class Pages:
                 if cached_tokens >= self._works[rid].prompt_tokens:
                     raise Violation("cached", f"{me} lets {rid} compute nothing: {cached_tokens} tokens are shared")
                 self._cached[me, self._works[rid].room] = cached_tokens
-                self._nothing_reads(me, pages[shared:], pending)
+                if not self._confirms:
+                    self._nothing_reads(me, pages[shared:], pending)
                 self._claim(me, pages[shared:], Hold(rid, GrantNo(0)))
                 self._share(me, pages[:shared], rid)
             case _:
@@ -128,11 +154,12 @@ class Pages:
 
     def success(self, who: Watched, frame: Success, here: Rank) -> None:
         """Prefill says SUCCESS to decode's rank `here`: all bytes of this link are there, and the row is true."""
-        granted = set(self._armed.get((frame.dst, frame.grant), ()))
+        armed = self._armed.get((frame.dst, frame.grant))
         landed = self._landed.get((frame.dst, frame.grant, Seat(who.instance, frame.rank), here), set())
-        if not granted or landed != granted:
+        if armed is None or landed != set(armed.pages):
             text = f"{who.instance} says SUCCESS of grant {frame.grant} to {frame.dst}/{here}"
-            raise Violation("O3", f"{text}, where {len(landed)} of {len(granted)} pages have landed")
+            granted = len(armed.pages) if armed else 0
+            raise Violation("O3", f"{text}, where {len(landed)} of {granted} pages have landed")
         cached, row = self._cached.get((who.instance, frame.room), 0), frame.row
         if row.cached_tokens != min(cached, row.prompt_tokens - 1):
             text = f"{who.instance} says {row.cached_tokens} of {row.prompt_tokens} tokens were cached"
@@ -141,8 +168,8 @@ class Pages:
     def landed(self, batch: Batch, data: bytes) -> None:
         """The bytes of `batch`, its slices one after the other, are in decode's pool."""
         me, grant = batch.dst.instance, batch.grant
-        granted = self._armed.get((me, grant))
-        if granted is None:
+        armed = self._armed.get((me, grant))
+        if armed is None:
             raise Violation("O1", f"a write under grant {grant}, which {me} never gave, landed in its pool")
         for place, pair in enumerate(batch.pairs):
             hold = self._held.get(me, {}).get(pair.dst)
@@ -157,12 +184,35 @@ class Pages:
                 raise Violation(rule, f"{me}: a write landed in page {pair.dst} after {hold.rid} {when}")
             self._landed.setdefault((me, grant, batch.src, batch.dst.rank), set()).add(pair.dst)
             work = self._works[hold.rid]
-            index = granted.index(pair.dst)
+            first = len(armed.shared)
+            if self._confirms:  # a load is the tail of its prompt
+                first = -(-work.prompt_tokens // PAGE_SIZE) - len(armed.pages)
+            index = first + armed.pages.index(pair.dst)
             size = batch.slice.size_bytes
             if data[place * size : (place + 1) * size] != _slice(
                 work.tag(index, batch.src.rank.tp, self._ranks), batch.slice
             ):
+                if self._confirms:
+                    self.foreign += 1
+                    continue
                 raise Violation("O4", f"{me}: page {pair.dst} of {hold.rid} got what is not its page {index}")
+
+    def whole(self, me: Instance, grant: GrantNo, lanes: Iterable[Lane]) -> set[PageId]:
+        """The pages of a grant whose parts have come over all of its lanes by now."""
+        parts = [self._landed.get((me, grant, lane.link.there, lane.link.here), set()) for lane in lanes]
+        return set.intersection(*parts) if parts else set()
+
+    def held_at(self, me: Instance) -> set[Rid]:
+        """Who holds pages there now."""
+        return {hold.rid for hold in self._held.get(me, {}).values()} | set(self._shared.get(me, {}))
+
+    def _arm(self, me: Instance, rid: Rid, grant: GrantNo, armed: Armed) -> None:
+        self._share(me, armed.shared, rid)
+        self._claim(me, armed.pages, Hold(rid, grant))
+        if (me, grant) in self._armed:
+            raise Violation("O2", f"{me} gives grant number {grant} twice")
+        self._armed[me, grant] = armed
+        self._heads[me, rid] = armed.shared
 
     def _claim(self, me: Instance, pages: Iterable[PageId], hold: Hold) -> None:
         held = self._held.setdefault(me, {})

@@ -1,4 +1,4 @@
-"""What runs have reached: cells of the state table, and the rarer things that a fleet does.
+"""What runs have reached: cells of the state tables, and the rarer things that a fleet does.
 
 A cell that no plan reaches is a rule that nobody has tried. Cells that honest sessions cannot bring about stand in
 BEYOND, each with its reason; the table keeps them, since a peer need not be honest.
@@ -7,11 +7,13 @@ BEYOND, each with its reason; the table keeps them, since a peer need not be hon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
 from pdplane.core.effects import (
+    AnswerHeld,
+    ArmGrant,
     Count,
     Effect,
     FinishEngine,
@@ -21,11 +23,16 @@ from pdplane.core.effects import (
     RunPrefill,
     RunWhole,
     SendFrame,
+    Ungate,
 )
 from pdplane.core.errors import Cause
 from pdplane.core.events import Event, RankKnown, TornDown
-from pdplane.core.frames import Abort, Announce, Frame, Grant, Ready
+from pdplane.core.frames import Abort, Announce, Confirmed, Frame, Grant, Read, ReadFailed, Ready, Renewed
+from pdplane.core.holder import Asked, Holder
 from pdplane.core.ids import Link
+from pdplane.core.layout import PARAMS, ROOMS
+from pdplane.core.params_table import HE, HOLDER, LE, READER, H, L
+from pdplane.core.reader import Reader
 from pdplane.core.receiver import Receiver
 from pdplane.core.reception import FromDecode, Reception
 from pdplane.core.rooms import Tombstone
@@ -34,6 +41,8 @@ from pdplane.core.table import RE, RECEIVER, SE, SENDER, R, S
 
 _LATE_ANNOUNCE = "ANNOUNCE is never said after a GRANT of the same room, and a session keeps order"
 _NO_READY = "decode grants when every rank has said READY, and a rank that computes has not"
+_NOT_MOVED = "CONFIRM follows pages that prefill has brought, and it brings them to its one consumer"
+_SAID_AGAIN = "a READ is said again as it was, and fits as it did"
 BEYOND: dict[str, str] = {
     "prefill Armed/announce": _LATE_ANNOUNCE,
     "prefill Streaming/announce": _LATE_ANNOUNCE,
@@ -42,14 +51,22 @@ BEYOND: dict[str, str] = {
     "prefill Ahead/grant": _NO_READY,
     "prefill Ahead/grant for one link of several": _NO_READY,
     "prefill Draining/grant for one link of several": "pages drain once every link has its GRANT, or without any",
+    "holder Held/confirm, another consumer": _NOT_MOVED,
+    "holder Bound/confirm, another consumer": _NOT_MOVED,
+    "holder Released/confirm, another consumer": _NOT_MOVED,
+    "holder Revoked/confirm, another consumer": _NOT_MOVED,
+    "holder Bound/read, of another prompt or other pages": _SAID_AGAIN,
+    "reader Draining/operator_release": "decode's own fence closes by itself, long before anybody looks",
 }
 """Unreached by construction."""
 
-COUNTS = (
+ROOMS_COUNTS = (
     "retracts",
     "restores",
     "cut by quarantine",
     "shared prefixes",
+    "decode hits",
+    "full hits",
     "READY",
     "RankKnown",
     "peer gone",
@@ -58,20 +75,46 @@ COUNTS = (
     "aggregated",
     "handed off",
 )
+FOREIGN = "foreign bytes"
+PARAMS_COUNTS = (
+    "held",
+    "read",
+    "confirmed",
+    "denied",
+    "expired",
+    "spent",
+    "renewals",
+    "not renewed",
+    "gated",
+    "let out",
+    "served by cache",
+    "recomputed",
+    FOREIGN,
+    "shared prefixes",
+    "retracts",
+    "peer gone",
+)
+"""FOREIGN: pages of a load in which another's bytes have landed, from a source that was given back meanwhile."""
+COUNTS = {ROOMS: ROOMS_COUNTS, PARAMS: PARAMS_COUNTS}
 Reached = Counter[str]
 
 
-def cells() -> list[str]:
-    """All of the table's, as they are named here."""
-    return [_cell("decode", *cell) for cell in RECEIVER] + [_cell("prefill", *cell) for cell in SENDER]
+def cells(dialects: Collection[str] = tuple(COUNTS)) -> list[str]:
+    """All of the tables of these dialects, as they are named here."""
+    named: list[str] = []
+    if ROOMS in dialects:
+        named += [_cell("decode", *cell) for cell in RECEIVER] + [_cell("prefill", *cell) for cell in SENDER]
+    if PARAMS in dialects:
+        named += [_cell("holder", *cell) for cell in HOLDER] + [_cell("reader", *cell) for cell in READER]
+    return named
 
 
-def unreached(reached: Reached) -> list[str]:
-    """Cells that are in the table and were not tried, those of BEYOND left out."""
-    return [cell for cell in cells() if not reached[cell] and cell not in BEYOND]
+def unreached(reached: Reached, dialects: Collection[str] = tuple(COUNTS)) -> list[str]:
+    """Cells that are in the tables and were not tried, those of BEYOND left out."""
+    return [cell for cell in cells(dialects) if not reached[cell] and cell not in BEYOND]
 
 
-def _cell(side: str, state: R | S, event: RE | SE) -> str:
+def _cell(side: str, state: R | S | H | L, event: RE | SE | HE | LE) -> str:
     return f"{side} {state}/{event}"
 
 
@@ -82,8 +125,9 @@ def tally(reached: Reached, event: Event, effects: Sequence[Effect]) -> None:
     elif isinstance(event, RankKnown) and event.dp_rank is not None:
         reached["RankKnown"] += 1
     for effect in effects:
-        if what := _counted(effect):
-            reached[what] += 1
+        for what in (_counted(effect), _counted_of_holds(effect)):
+            if what:
+                reached[what] += 1
 
 
 def _counted(effect: Effect) -> str:
@@ -96,6 +140,8 @@ def _counted(effect: Effect) -> str:
             return "cut by quarantine"
         case RunPrefill(cached_tokens=cached) if cached:
             return "shared prefixes"
+        case ArmGrant(pages=pages, shared=shared) if shared:
+            return "decode hits" if pages else "full hits"
         case SendFrame(frame=Ready()):
             return "READY"
         case Count("peer_gone"):
@@ -110,10 +156,37 @@ def _counted(effect: Effect) -> str:
             return ""
 
 
+def _counted_of_holds(effect: Effect) -> str:
+    match effect:
+        case AnswerHeld():
+            return "held"
+        case Ungate():
+            return "let out"
+        case RunWhole(gated=True):
+            return "gated"
+        case RunWhole(shared=shared) if shared:
+            return "served by cache"
+        case SendFrame(frame=Read()):
+            return "read"
+        case SendFrame(frame=Confirmed(refusal=None)):
+            return "confirmed"
+        case SendFrame(frame=Confirmed()):
+            return "denied"
+        case SendFrame(frame=ReadFailed(cause=cause)) if cause.code in ("expired", "spent"):
+            return cause.code
+        case SendFrame(frame=Renewed(holds=holds)):
+            return "renewals" if holds else "not renewed"
+        case Count("recompute"):
+            return "recomputed"
+        case _:
+            return ""
+
+
 @contextmanager
 def watching(reached: Reached) -> Iterator[None]:
     """Counts the cells that machines go through meanwhile, and those of rooms whose tombstone answers for them."""
     receive, send, bury = Receiver.apply, Sender.apply, Reception.over
+    hold, read = Holder.apply, Reader.apply
 
     def received(self: Receiver, event: RE, *, cause: Cause | None = None, link: Link | None = None) -> None:
         if (self.state, event) in RECEIVER:
@@ -130,7 +203,21 @@ def watching(reached: Reached) -> Iterator[None]:
             reached[_cell("prefill", S.GONE, event)] += 1
         bury(self, link, frame, stone)
 
+    def held(
+        self: Holder, event: HE, *, cause: Cause | None = None, link: Link | None = None, frame: Asked | None = None
+    ) -> None:
+        if (self.state, event) in HOLDER:
+            reached[_cell("holder", self.state, event)] += 1
+        hold(self, event, cause=cause, link=link, frame=frame)
+
+    def reading(self: Reader, event: LE, *, cause: Cause | None = None, link: Link | None = None) -> None:
+        if (self.state, event) in READER:
+            reached[_cell("reader", self.state, event)] += 1
+        read(self, event, cause=cause, link=link)
+
     with (
+        patch.object(Holder, "apply", held),
+        patch.object(Reader, "apply", reading),
         patch.object(Receiver, "apply", received),
         patch.object(Sender, "apply", sent),
         patch.object(Reception, "over", buried),
@@ -150,18 +237,32 @@ def _asked(frame: Frame) -> SE | None:
             return None
 
 
-def report(by_pattern: dict[str, Reached]) -> list[str]:
+ByPattern = dict[tuple[str, str], Reached]
+"""By dialect and pattern."""
+
+
+def report(by_pattern: ByPattern) -> list[str]:
     """Lines for a person: what each pattern has reached, and what nobody has."""
     total: Reached = Counter()
-    lines = [f"{'':<16} {'cells':>9}  " + "  ".join(COUNTS)]
-    every = cells()
-    for name, reached in sorted(by_pattern.items()):
+    for reached in by_pattern.values():
         total.update(reached)
-        shown = "  ".join(f"{reached[count]:>{len(count)}}" for count in COUNTS)
-        lines.append(f"{name:<16} {sum(bool(reached[cell]) for cell in every):>9}  {shown}")
-    missing = unreached(total)
-    tried = sum(bool(total[cell]) for cell in every)
-    lines.append(f"{tried} of {len(every)} cells reached, {len(BEYOND)} cannot be by honest sessions")
-    lines += [f"  never: {cell}" for cell in missing]
+    lines = [line for dialect in COUNTS for line in _table(dialect, by_pattern)]
+    spoken = {dialect for dialect, _ in by_pattern}
+    every = cells(spoken)
+    tried, beyond = sum(bool(total[cell]) for cell in every), sum(cell in BEYOND for cell in every)
+    lines.append(f"{tried} of {len(every)} cells reached, {beyond} cannot be by honest sessions")
+    lines += [f"  never: {cell}" for cell in unreached(total, spoken)]
     rare = [f"{cell} {total[cell]}" for cell in every if 0 < total[cell] < 5]
     return [*lines, *([f"  rare: {', '.join(rare)}"] if rare else [])]
+
+
+def _table(dialect: str, by_pattern: ByPattern) -> list[str]:
+    rows = sorted((name, reached) for (spoken, name), reached in by_pattern.items() if spoken == dialect)
+    if not rows:
+        return []
+    counts, every = COUNTS[dialect], cells((dialect,))
+    lines = [f"{dialect:<16} {'cells':>9}  " + "  ".join(counts)]
+    for name, reached in rows:
+        shown = "  ".join(f"{reached[count]:>{len(count)}}" for count in counts)
+        lines.append(f"{name:<16} {sum(bool(reached[cell]) for cell in every):>9}  {shown}")
+    return lines

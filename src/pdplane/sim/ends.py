@@ -10,6 +10,7 @@ import msgspec
 
 from pdplane.core.effects import (
     AnswerFailed,
+    AnswerHeld,
     AnswerRow,
     Effect,
     FinishEngine,
@@ -18,9 +19,9 @@ from pdplane.core.effects import (
     RetractEngine,
     RunDecode,
 )
-from pdplane.core.events import Event, JobArrived, LegArrived, Released
+from pdplane.core.events import Event, JobArrived, LegArrived, Released, RequestArrived
 from pdplane.core.ids import Instance, Rid, Room
-from pdplane.core.layout import EARLY
+from pdplane.core.layout import EARLY, ROOMS
 
 from .checkers import Violation, Watched
 from .engine import CHUNK, STEP_S
@@ -59,7 +60,7 @@ class Ends:
         self.running = 0
 
     def event(self, who: Watched, event: Event, now: float) -> None:
-        if isinstance(event, (LegArrived, JobArrived)):
+        if isinstance(event, (LegArrived, JobArrived, RequestArrived)):
             self.running += 1
             leg = _Leg(event.rid, who.side, who.instance, now)
             self._legs[who.instance, event.rid] = leg
@@ -69,6 +70,8 @@ class Ends:
         match effect:
             case AnswerFailed(rid):
                 self.end(who, rid, now, failed=True)
+            case AnswerHeld(rid):
+                self.end(who, rid, now, failed=False)
             case AnswerRow(rid):
                 self.end(who, rid, now, failed=False)
                 self._legs[who.instance, rid].row = True
@@ -157,11 +160,11 @@ class Waits:
                 self._waits[who.instance, rid] = _Wait("is laid aside", now, self._turn_s)
             case Note(rid, _, "Success"):
                 self._waits[who.instance, rid] = _Wait("is handed off and does not run", now, self._turn_s)
-            case Note(rid, _, "Held"):
+            case Note(rid, _, "Held") if self._plan.dialect == ROOMS:
                 self._waits[who.instance, rid] = _Wait("is held", now, self._held_s)
             case Note(rid, _, "Quarantine"):
                 self._quarantined.add((who.instance, rid))
-            case Note(rid, _, "Flushing" | "Draining" | "Gone"):
+            case Note(rid, _, "Flushing" | "Draining" | "Gone" | "freed"):
                 self._over(who, rid)
                 self._quarantined.discard((who.instance, rid))
             case FinishEngine(rid):

@@ -2,6 +2,9 @@
 
 A step that runs when a request is aborted still writes that request's pages at its end: only Released says that it
 touches them no more. Reports reach the core a little later, in order, as from another thread.
+
+Of a gated request nothing has left yet: what its pages hold is judged when the gate opens, and what was wrong until
+then is not forgotten, also where a step has written over it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ from .content import PAGE_SIZE, Work
 CHUNK = 2 * PAGE_SIZE  # tokens of a prompt that a step computes
 STEP_S = (0.002, 0.025)
 HOP_S = 0.0008  # engine thread to control thread, at most
+
+
+Spoilt = tuple[Work, PageId, int]
+"""Whose page it is, and which of its pages it should be."""
 
 
 class Host(Protocol):
@@ -61,6 +68,7 @@ class _Job(msgspec.Struct):
     finishing: bool = False
     retracting: bool = False
     in_step: bool = False
+    gated: bool = False
     written: int = 0  # pages that carry the tag
     host: list[list[bytes]] | None = None  # laid aside: a copy of each pool's pages
 
@@ -86,6 +94,7 @@ class SimEngine:
         self._salt = salt
         self._stepping = False
         self._reported_at = 0.0
+        self._spoilt: dict[Rid, Spoilt] = {}  # of gated requests
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -93,8 +102,31 @@ class SimEngine:
         shared = cached_tokens // PAGE_SIZE
         self._add(_Job(work, list(pages), cached_tokens, 1, "prefill", shared=shared, written=shared))
 
-    def whole(self, work: Work, pages: Sequence[PageId], max_new: int) -> None:
-        self._add(_Job(work, list(pages), 0, max_new, "whole"))
+    def whole(
+        self,
+        work: Work,
+        pages: Sequence[PageId],
+        max_new: int,
+        computed: int = 0,
+        shared: int = 0,
+        gated: bool = False,
+    ) -> None:
+        """The first `computed` tokens are in the pages already; the last one is computed again in any case."""
+        self._spoilt.pop(work.rid, None)
+        start = min(computed, work.prompt_tokens - 1)
+        job = _Job(work, list(pages), start, max_new, "whole", shared=shared, gated=gated)
+        job.written = -(-computed // PAGE_SIZE)
+        self._verify("the prompt is gone on with", job)
+        self._add(job)
+
+    def ungate(self, rid: Rid) -> None:
+        """What was held back goes out: so all of it is right."""
+        if rid in self._spoilt:
+            self._host.foreign_tag("an answer leaves", *self._spoilt[rid])
+        if job := self.jobs.get(rid):
+            job.gated = False
+            if job.host is None:
+                self._verify("an answer leaves", job)
 
     def decode(self, work: Work, pages: Sequence[PageId], row: Row, max_new: int) -> None:
         job = _Job(work, list(pages), row.prompt_tokens, max_new, "decode", sampled=1)
@@ -108,6 +140,7 @@ class SimEngine:
             self.wake()
 
     def abort(self, rid: Rid) -> None:
+        self._spoilt.pop(rid, None)
         if job := self.jobs.get(rid):
             job.aborted = True
             self.wake()
@@ -256,5 +289,9 @@ class SimEngine:
         for index in range(job.written):
             page = job.pages[index]
             for rank, pool in self._shards:
-                if pool.page(page) != self._tag(job, index, rank):
+                if pool.page(page) == self._tag(job, index, rank):
+                    continue
+                if job.gated:
+                    self._spoilt.setdefault(job.work.rid, (job.work, page, index))
+                else:
                     self._host.foreign_tag(where, job.work, page, index)

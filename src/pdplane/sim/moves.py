@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from pdplane.core.ids import Instance, MoveNo, Rank, Seat
 from pdplane.transport import slicing
-from pdplane.transport.landing_table import Claim
+from pdplane.transport.landing_table import Claim, Verdict
 from pdplane.transport.memory import Batch, MemoryFabric, MemoryLanding, MemoryMover
 from pdplane.transport.pool import PagePool
 
@@ -109,11 +111,14 @@ class Moves:
         self._stuck_until[name] = max(until, self._stuck_until.get(name, 0.0))
 
     def lose(self, who: Mover) -> None:
-        """Each move under way is lost, or has landed when it is said to be lost, or (behind a fence) lands after."""
+        """Each move under way is lost, or has landed when it is said to be lost, or (behind a fence) lands in part, or
+        after."""
         for batch in [b for b in self.fabric.pending if b.src.instance == who.instance and b.ghost is None]:
             index, chance = self._index(batch), self._world.uniform(0.0, 1.0)
             assert index is not None
             if chance < 0.4 and batch not in self._landing:
+                if chance < 0.2 and self._world.plan.fence:
+                    self._land_head(batch)
                 self.fabric.drop(index)
             elif chance < 0.7 or not self._world.plan.fence:
                 who.unsure.add(batch.number)
@@ -201,13 +206,30 @@ class Moves:
             landing.table.abandon(claim)
             landing.table.leave(claim)
             return
+        verdict = self._scatter(batch, claim, target)
+        self.fabric.drop(index, f"discarded: {verdict}" if verdict else "")
+
+    def _land_head(self, batch: Batch) -> None:
+        """The first half of its pages, before the connection breaks."""
+        target, part = (
+            self._owner(batch.dst),
+            msgspec.structs.replace(batch, pairs=batch.pairs[: len(batch.pairs) // 2]),
+        )
+        alive = target.alive and not target.frozen and target.instance == batch.dst.instance
+        if not part.pairs or not alive or not self.fabric.joined(batch):
+            return
+        table, pages = target.landings[batch.dst.rank].table, [pair.dst for pair in part.pairs]
+        claim = table.claim(batch.grant, batch.src, pages, len(pages) * batch.slice.size_bytes)
+        if isinstance(claim, Claim) and table.enter(claim):
+            self._scatter(part, claim, target)
+
+    def _scatter(self, batch: Batch, claim: Claim, target: Mover) -> Verdict:
         data, pool = self.fabric.bytes_of(batch), target.pools[batch.dst.rank.tp]
         assert pool is not None
         slicing.scatter(memoryview(data), claim.slice, claim.pages, pool.memory)
         self._say(batch, "lands")
         self._check(batch, data)
-        verdict = landing.table.finish(claim)
-        self.fabric.drop(index, f"discarded: {verdict}" if verdict else "")
+        return target.landings[batch.dst.rank].table.finish(claim)
 
     def _check(self, batch: Batch, data: bytes) -> None:
         self._world.pages.landed(batch, data)

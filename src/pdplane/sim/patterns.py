@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 from .faults import (
@@ -244,7 +244,9 @@ MIXED = "mixed"
 PATTERN_NAMES = (*PATTERNS, MIXED)
 
 
-def strikes(rng: Random, patterns: tuple[str, ...], fleet: Fleet) -> tuple[Fault, ...]:
+def strikes(
+    rng: Random, patterns: tuple[str, ...], fleet: Fleet, kinds: Mapping[str, Strike] = PATTERNS
+) -> tuple[Fault, ...]:
     """The faults of these patterns, in order of time."""
-    faults = [fault for name in patterns for fault in PATTERNS[name](rng, fleet)]
+    faults = [fault for name in patterns for fault in kinds[name](rng, fleet)]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

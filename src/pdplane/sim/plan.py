@@ -7,6 +7,7 @@ from random import Random
 import msgspec
 
 from pdplane.core.ids import Room, Shape
+from pdplane.core.layout import PARAMS, ROOMS
 from pdplane.core.node import Limits
 
 from .content import PAGE_SIZE
@@ -26,11 +27,14 @@ from .faults import (
     StuckMoves,
     WrongRow,
 )
+from .params_patterns import PARAMS_PATTERN_NAMES, PARAMS_PATTERNS
+from .params_plan import as_params
 from .patterns import MIXED, PATTERN_NAMES, PATTERNS, SPAN_S, strikes
 
 AGGREGATED = "a0"
 POLICIES = ("early", "prefill_complete")
 UNEQUAL = ((1, 2), (2, 1), (2, 4), (4, 1))
+PARAMS_SHARE = 1 / 3
 TP_SIZES = ((1, 1),) * 4 + ((2, 2), *UNEQUAL)
 
 BESIDE_THE_NETWORK = (
@@ -55,6 +59,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     the leg away. stops_at: it ends after so many tokens, if not before. breaks_at: the engine of that side fails on it.
     prompts_differ: the legs carry different ones. wrong_rank: decode's leg names a prefill rank that its prefill is
     not. aggregated: for the worker that does both.
+
+    In the params dialect: replays: what prefill has answered is presented to a decode once more, "sent": so long after
+    it was sent to the first, or "ended": after the answer to that. tampers: what of it is not what prefill has
+    answered: "blocks", "digest" (and decode's prompt is of that digest), "hold" or "instance".
     """
 
     number: int
@@ -76,6 +84,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompts_differ: bool = False
     wrong_rank: bool = False
     aggregated: bool = False
+    replays: str = ""
+    replay_delay_s: float = 0.0
+    tampers: str = ""
 
     @property
     def impossible(self) -> bool:
@@ -90,7 +101,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ranks of (prefill, decode). `dp`: the prefills are the data parallel ranks of one group. `names_rank`: legs name the
     prefill rank. `teardown_proves`: the transport's.
     `aborts_again`: abort calls are repeated, up to seconds later. `new_ports`: a restarted prefill listens elsewhere.
-    `aggregated`: a worker of that kind, or none.
+    `aggregated`: a worker of that kind, or none. `lease_margin_s`: the router sends decode's leg only with more than
+    that left of the lease.
     """
 
     seed: int
@@ -117,6 +129,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
+    dialect: str = ROOMS
+    lease_margin_s: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,6 +146,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def dp_of(self, name: str) -> int:
         return self.prefills.index(name) if self.dp and name in self.prefills else 0
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """On either side."""
+        return self.prefill_limits.prefix_cache or self.decode_limits.prefix_cache
 
     @property
     def calm_network(self) -> bool:
@@ -158,20 +177,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return any(isinstance(fault, Crash) for fault in self.faults)
 
 
-def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None, policy: str | None = None) -> Plan:
-    """The run of this seed. `pattern`, `fence` and `policy` override what the seed would have drawn.
+def plan(
+    seed: int,
+    *,
+    pattern: str | None = None,
+    fence: bool | None = None,
+    policy: str | None = None,
+    dialect: str | None = None,
+) -> Plan:
+    """The run of this seed. `pattern`, `fence`, `policy` and `dialect` override what the seed would have drawn.
 
-    Several patterns may be joined by "+". Raises ValueError for an unknown one.
+    Several patterns may be joined by "+". Raises ValueError for an unknown one, and for what one dialect does not have.
     """
     rng = Random(f"plan {seed}")
-    names = (*PATTERN_NAMES, *(MIXED,) * 7)
+    dialect = dialect or _dialect(seed, pattern, fence, policy)
+    known, kinds = (PATTERN_NAMES, PATTERNS) if dialect == ROOMS else (PARAMS_PATTERN_NAMES, PARAMS_PATTERNS)
+    if dialect not in (ROOMS, PARAMS):
+        raise ValueError(f"there is no dialect {dialect!r}; choose {ROOMS} or {PARAMS}")
+    if dialect == PARAMS and fence is False:
+        raise ValueError("the params dialect reads into pages that its own side fences: it has no worlds without one")
+    names = (*known, *(MIXED,) * 7)
     drawn = names[seed % len(names)]
     pattern = pattern or drawn
     patterns = tuple(pattern.split("+"))
-    if unknown := [name for name in patterns if name not in PATTERN_NAMES]:
-        raise ValueError(f"there is no pattern {unknown[0]!r}; choose one of {', '.join(PATTERN_NAMES)}")
+    if unknown := [name for name in patterns if name not in known]:
+        raise ValueError(f"there is no pattern {unknown[0]!r}; choose one of {', '.join(known)}")
     if MIXED in patterns:
-        patterns = tuple(rng.sample(list(PATTERNS), rng.randint(2, 4)))
+        patterns = tuple(rng.sample(list(kinds), rng.randint(2, 4)))
     traits = frozenset(patterns)
     two = bool(traits & {"late_ranks"})
     prefills = tuple(f"p{i}" for i in range(2 if two else rng.choice((1, 1, 2))))
@@ -180,7 +212,7 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None, po
     drawn_fence = rng.random() < (0.1 if traits & UNFENCED else 0.5)
     prefill_limits, decode_limits = _prefill_limits(rng, traits), _decode_limits(rng, traits)
     fleet = (list(prefills), list(decodes))
-    return Plan(
+    made = Plan(
         seed=seed,
         pattern=pattern,
         patterns=patterns,
@@ -204,8 +236,19 @@ def plan(seed: int, *, pattern: str | None = None, fence: bool | None = None, po
         router_tells=rng.random() < 0.7,
         retries=rng.choice((0, 1, 1, 2)),
         requests=_requests(rng, traits, min(prefill_limits.pages, decode_limits.pages) * PAGE_SIZE, bool(aggregated)),
-        faults=strikes(rng, patterns, fleet),
+        faults=strikes(rng, patterns, fleet, kinds),
     )
+    return made if dialect == ROOMS else as_params(made)
+
+
+def _dialect(seed: int, pattern: str | None, fence: bool | None, policy: str | None) -> str:
+    """Every third seed or so speaks params, unless what is asked for is had in one dialect alone."""
+    asked = set(pattern.split("+")) if pattern else set()
+    if asked - set(PARAMS_PATTERN_NAMES) or fence is False or policy is not None:
+        return ROOMS
+    if asked - set(PATTERN_NAMES):
+        return PARAMS
+    return PARAMS if Random(f"dialect {seed}").random() < PARAMS_SHARE else ROOMS
 
 
 def _policy(rng: Random, traits: frozenset[str]) -> str:

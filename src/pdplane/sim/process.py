@@ -12,6 +12,7 @@ from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     AbortEngine,
     AnswerFailed,
+    AnswerHeld,
     AnswerRow,
     ArmGrant,
     CancelMoves,
@@ -33,13 +34,16 @@ from pdplane.core.effects import (
     RunWhole,
     SendFrame,
     Teardown,
+    Ungate,
 )
 from pdplane.core.errors import Cause
 from pdplane.core.events import Event, GrantQuiet, MoveDone, PagesLanded, Tick, TornDown
 from pdplane.core.frames import DataEndpoint, Frame, Success
 from pdplane.core.ids import ConnId, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Seat
-from pdplane.core.layout import PROTOCOL_VERSION, Stamp
+from pdplane.core.layout import PARAMS, PROTOCOL_VERSION, Stamp
 from pdplane.core.node import Limits
+from pdplane.core.params_decode import ParamsDecodeNode
+from pdplane.core.params_prefill import ParamsPrefillNode
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.core.slices import shard_bytes
@@ -63,6 +67,7 @@ STAMP = Stamp(
     groups=(GROUP,),
     protocol_max=PROTOCOL_VERSION,
 )
+AnyNode = DecodeNode | PrefillNode | AggregatedNode | ParamsDecodeNode | ParamsPrefillNode
 SIDES = {"p": "prefill", "d": "decode", "a": "aggregated"}
 PORTS = 16  # of each life of a process, more than it has ranks
 KIND = "memory"
@@ -101,6 +106,8 @@ class World(Protocol):
 
     def refused(self, who: Process, rid: Rid, cause: Cause) -> None: ...
 
+    def held(self, who: Process, answer: AnswerHeld) -> None: ...
+
     def foreign_tag(self, who: Process, where: str, work: Work, page: PageId, index: int) -> None: ...
 
     def short_restore(self, who: Process, work: Work, needed: int, given: int) -> None: ...
@@ -129,7 +136,7 @@ class Process:
         self._inbox: list[Event] = []
         self._minted = 0
         self._tick_at: float | None = None
-        stamp = msgspec.structs.replace(STAMP, policy=plan.policy, weights=weights)
+        stamp = msgspec.structs.replace(STAMP, policy=plan.policy, weights=weights, dialect=plan.dialect)
         self._build(Identity(self.instance, stamp, "", shape, self.dp), limits)
 
     def _build(self, me: Identity, limits: Limits) -> None:
@@ -145,9 +152,12 @@ class Process:
         ends = {rank: landing.endpoint for rank, landing in self.landings.items()}
         me = msgspec.structs.replace(me, data=tuple((ends.get(rank, DataEndpoint(KIND)),) for rank in me.ranks))
         fenced = frozenset({KIND}) if self.world.plan.fence else frozenset()
-        self.node: DecodeNode | PrefillNode | AggregatedNode
+        params = self.world.plan.dialect == PARAMS
+        self.node: AnyNode
         if self.side == "prefill":
-            self.node = PrefillNode(me, limits)
+            self.node = ParamsPrefillNode(me, limits) if params else PrefillNode(me, limits)
+        elif self.side == "decode" and params:
+            self.node = ParamsDecodeNode(me, limits)
         elif self.side == "decode":
             self.node = DecodeNode(me, limits, fenced=fenced)
         else:
@@ -256,8 +266,12 @@ class Process:
             case RunDecode(rid, pages, row, max_new):
                 self.world.first_byte(self, rid)
                 self.engine.decode(self.world.works[rid], pages, row, max_new)
-            case RunWhole(rid, pages, max_new):
-                self.engine.whole(self.world.works[rid], pages, max_new)
+            case RunWhole(rid, pages, max_new, computed, shared, gated):
+                self.engine.whole(self.world.works[rid], pages, max_new, computed, shared, gated)
+            case Ungate(rid):
+                self.engine.ungate(rid)
+            case AnswerHeld():
+                self.world.held(self, effect)
             case ExtendPages(rid, pages):
                 self.engine.extend(rid, pages)
             case RetractEngine(rid):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdplane.core.aggregated import AggregatedNode
+from pdplane.core.layout import EARLY
 from pdplane.core.pages import Page
+from pdplane.core.params_decode import ParamsDecodeNode
+from pdplane.core.params_prefill import ParamsPrefillNode
 from pdplane.core.prefill import PrefillNode
 from pdplane.core.receiver import Receiver
 from pdplane.core.sender import Sender
 
 from .checkers import Violation, Watched
+from .params_rest import params_at_rest
 from .plan import Plan
 
 
@@ -25,9 +29,18 @@ def quarantine_allowed(plan: Plan) -> bool:
     return plan.crashes and not plan.fence and not plan.teardown_proves
 
 
+def starved_s(plan: Plan) -> float:
+    """Where decode lacks pages for good, KV that is computed ahead is held for its whole term, one after the other."""
+    ahead = quarantine_allowed(plan) and plan.policy != EARLY
+    return plan.prefill_limits.hold_term_s * len(plan.requests) if ahead else 0.0
+
+
 def at_rest(who: Watched, plan: Plan) -> None:
     """Nothing of any request is left on a living process, tombstones apart."""
     node, name = who.node, who.instance
+    if isinstance(node, (ParamsPrefillNode, ParamsDecodeNode)):
+        params_at_rest(name, node)
+        return
     machines: list[Receiver | Sender] = [] if isinstance(node, AggregatedNode) else [*node.rooms.live.values()]
     stuck = [machine for machine in machines if machine.state != "Quarantine"]
     if stuck:

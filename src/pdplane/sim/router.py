@@ -1,4 +1,7 @@
-"""The simulated router: core/attempts.py for every request, with both legs, aborts, retries and loads around it."""
+"""The simulated router: core/attempts.py for every request, with both legs, aborts, retries and loads around it.
+
+In the params dialect the legs leave in turn, decode's with what prefill has answered (handles.py).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import msgspec
 
 from pdplane.core.attempts import (
     DECODE,
+    HANDOFF,
     PREFILL,
     Break,
     Choose,
@@ -21,18 +25,33 @@ from pdplane.core.attempts import (
     Finish,
     Forward,
     Open,
+    OpenLeg,
     Release,
+    ReleaseHold,
     Reply,
     RequestAttempts,
     Side,
 )
+from pdplane.core.effects import AnswerHeld
 from pdplane.core.errors import Cause, bad_request, client_left, deadline, unavailable
-from pdplane.core.events import Cancel, Event, JobArrived, LegArrived, LegRefused
+from pdplane.core.events import (
+    Cancel,
+    Event,
+    Handle,
+    HandleRefused,
+    JobArrived,
+    LegArrived,
+    LegRefused,
+    RequestArrived,
+)
+from pdplane.core.events import ReleaseHold as LetGo
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid, Room
+from pdplane.core.layout import PARAMS
 
 from .checkers import Violation
 from .content import Work
+from .handles import Answering, answered, lost_hold, tampered
 from .plan import Plan, Request, mint_room
 
 PREFILL_DRAIN_S = 15.0
@@ -40,8 +59,7 @@ AGAIN_S = (0.01, 12.0)
 OTHER_PROMPT = 1_000_000
 
 
-class Worker(Protocol):
-    name: str
+class Worker(Answering, Protocol):
     alive: bool
 
     def post(self, event: Event) -> None: ...
@@ -76,6 +94,8 @@ class Leg(msgspec.Struct, eq=False):
     arrived: bool = False
     closed: bool = False
     heard_at: float = 0.0
+    handle: Handle | None = None  # what decode's leg brings
+    again: bool = False  # with a handle that went out before: nobody waits for it
 
 
 class Client(msgspec.Struct, eq=False):
@@ -85,7 +105,11 @@ class Client(msgspec.Struct, eq=False):
     machine: RequestAttempts
     arrived_at: float
     legs: dict[Side, Leg] = {}
+    rids: list[Rid] = []
     room: Room | None = None
+    serial: int = 0
+    handle: Handle | None = None  # of this attempt
+    lease_ends: float = 0.0
     finished_at: float | None = None
     verdict: Cause | None = None
     replied: bool = False
@@ -103,6 +127,7 @@ class SimRouter:
         self._serials = 0
         self.load = dict.fromkeys(self._plan.names, 0)
         self.clients: dict[int, Client] = {}
+        self.over_since: dict[Rid, float] = {}
         self.attempts = 0
 
     @property
@@ -134,13 +159,30 @@ class SimRouter:
 
         def done(leg: Leg) -> Effects:
             machine = leg.client.machine
+            if leg.side == DECODE:
+                self._replay(leg, "ended")
             return machine.prefill_done(leg.attempt) if leg.side == PREFILL else machine.decode_done(leg.attempt)
 
         self._hear(rid, done)
 
     def refused(self, rid: Rid, cause: Cause) -> None:
         blames = cause.side if cause.side in (PREFILL, DECODE) else ""
-        self._hear(rid, lambda leg: self._failed(leg, Failure(cause=cause, blames=blames)))
+        failure = Failure(cause=cause, blames=blames)
+        if self._legs[rid].handle is not None:
+            failure = lost_hold(cause) or failure
+        self._hear(rid, lambda leg: self._failed(leg, failure))
+
+    def held(self, who: Worker, answer: AnswerHeld) -> None:
+        """Prefill's leg is answered: it holds the prompt's KV."""
+        work = self._world.works[answer.rid]
+
+        def done(leg: Leg) -> Effects:
+            client = leg.client
+            client.handle = answered(who, answer, _prompt_id(work.prompt, work.prompt_tokens), self._plan)
+            client.lease_ends = self._world.now + answer.lease_s
+            return client.machine.prefill_done(leg.attempt, held=True)
+
+        self._hear(answer.rid, done)
 
     def worker_died(self, worker: Worker) -> None:
         for rid, leg in list(self._legs.items()):
@@ -163,7 +205,7 @@ class SimRouter:
         leg.heard_at = due = max(leg.heard_at, world.now + world.uniform(*self._plan.hop_s))
 
         def heard() -> None:
-            if not leg.closed:
+            if not leg.closed and not leg.again:
                 self._carry(leg.client, tell(leg))
 
         world.at(due, heard)
@@ -178,6 +220,10 @@ class SimRouter:
                     self._choose(client, excluded)
                 case Open(attempt):
                     self._open(client, attempt)
+                case OpenLeg(side, attempt):
+                    self._open_in_turn(client, side, attempt)
+                case ReleaseHold(cause):
+                    self._release_hold(client, cause)
                 case EndLeg(side, cause):
                     self._end(client.legs[side], cause)
                 case Release(side):
@@ -207,39 +253,72 @@ class SimRouter:
             self._carry(client, machine.pair_chosen(None, alone[0]))
             return
         pair = prefills[self._turn % len(prefills)], decodes[self._turn // 2 % len(decodes)]
-        self._carry(client, machine.pair_chosen(*pair))
+        self._carry(client, machine.pair_chosen(*pair, in_turn=self._plan.dialect == PARAMS))
 
     def _open(self, client: Client, attempt: int) -> None:
+        self._begin(client)
+        for side in (PREFILL, DECODE) if client.machine.prefill is not None else (DECODE,):
+            self._open_leg(client, side, attempt)
+
+    def _open_in_turn(self, client: Client, side: Side, attempt: int) -> None:
+        if side == PREFILL:
+            self._begin(client)
+        leg = self._open_leg(client, side, attempt)
+        if side == DECODE and client.handle is not None:
+            leg.handle = tampered(client.handle, client.request.tampers, self._prompt_of(leg))
+            self._replay(leg, "sent")
+
+    def _begin(self, client: Client) -> None:
+        """Of an attempt."""
         self.attempts += 1
         self._serials += 1
-        request, machine, world = client.request, client.machine, self._world
+        client.serial, client.handle = self._serials, None
         client.room = self._room(client)
-        legs: list[tuple[Side, str]] = [(DECODE, machine.decode)]
-        if machine.prefill is not None:
-            legs.insert(0, (PREFILL, machine.prefill))
-        for side, name in legs:
-            self.load[name] += 1
-            rid = Rid(f"r{request.number}.0.{attempt}" + ("p" if side == PREFILL else "d"))
-            leg = Leg(client, attempt, side, rid, client.room, world.process(name), request.refused_at == side)
-            client.legs[side] = leg
-            self._legs[rid] = leg
-            world.works[rid] = self._work(leg, machine.prefill is None)
-            self._send(leg, request.prefill_delay_s if side == PREFILL else request.decode_delay_s)
+
+    def _open_leg(self, client: Client, side: Side, attempt: int) -> Leg:
+        request, machine, world = client.request, client.machine, self._world
+        name = machine.prefill if side == PREFILL else machine.decode
+        assert name is not None
+        assert client.room is not None
+        self.load[name] += 1
+        rid = Rid(f"r{request.number}.0.{attempt}" + ("p" if side == PREFILL else "d"))
+        leg = Leg(client, attempt, side, rid, client.room, world.process(name), request.refused_at == side)
+        client.legs[side] = leg
+        self._send(leg, request.prefill_delay_s if side == PREFILL else request.decode_delay_s)
+        return leg
+
+    def _replay(self, leg: Leg, when: str) -> None:
+        """Somebody presents this leg's handle once more, to whichever decode."""
+        request, world = leg.client.request, self._world
+        if leg.handle is None or request.replays != when or leg.again:
+            return
+        names = self._plan.decodes
+        worker = world.process(names[int(world.rng.random() * len(names))])
+        rid = Rid(f"{leg.rid[:-1]}+d")
+        again = Leg(leg.client, leg.attempt, DECODE, rid, leg.room, worker, False, handle=leg.handle, again=True)
+        self._send(again, request.replay_delay_s)
+
+    def _release_hold(self, client: Client, cause: Cause) -> None:
+        """By the public call, at whoever is at prefill's address."""
+        world, leg = self._world, client.legs[PREFILL]
+        if self._plan.router_tells:
+            name, rid = leg.worker.name, leg.rid
+            world.at(world.now + world.uniform(*self._plan.hop_s), lambda: world.process(name).post(LetGo(rid, cause)))
 
     def _work(self, leg: Leg, aggregated: bool) -> Work:
         request = leg.client.request
         return Work(
             leg.rid,
             leg.room,
-            self._serials,
+            leg.client.serial,
             request.prompt_tokens,
             request.max_new,
             request.stops_at,
             breaks_here=request.breaks_at == leg.side,
-            prompt=request.prompt,
+            prompt=self._leg_prompt(leg) if self._plan.dialect == PARAMS else request.prompt,
             family=request.family,
             family_tokens=request.family_tokens,
-            marked_by_prompt=self._plan.prefill_limits.prefix_cache and not aggregated,
+            marked_by_prompt=self._plan.shares_prefixes and not aggregated,
         )
 
     def _room(self, client: Client) -> Room:
@@ -252,12 +331,26 @@ class SimRouter:
         room = mint_room(self._world.rng)
         return Room(room + (rank - room) % size)
 
+    def _leg_prompt(self, leg: Leg) -> int:
+        """Which prompt this leg carries."""
+        request = leg.client.request
+        differs = request.prompts_differ or request.tampers == "digest"
+        return request.prompt + (OTHER_PROMPT if leg.side == DECODE and differs else 0)
+
+    def _prompt_of(self, leg: Leg) -> PromptId:
+        return _prompt_id(self._leg_prompt(leg), leg.client.request.prompt_tokens)
+
     def _send(self, leg: Leg, delay_s: float) -> None:
         world = self._world
+        self._legs[leg.rid] = leg
+        leg.client.rids.append(leg.rid)
+        world.works[leg.rid] = self._work(leg, leg.client.machine.prefill is None)
         world.at(world.now + delay_s + world.uniform(*self._plan.hop_s), lambda: self._arrived(leg))
 
     def _arrived(self, leg: Leg) -> None:
         """At the worker's HTTP edge; `closed` meanwhile means that the close comes right behind it."""
+        if self._too_late(leg):
+            return
         leg.sent = True
         if leg.worker is not self._world.process(leg.worker.name):
             leg.worker = self._world.process(leg.worker.name)
@@ -269,7 +362,9 @@ class SimRouter:
         leg.arrived = True
         if leg.refused_at_edge:
             cause = bad_request("the edge turns this leg away", side=leg.side)
-            if leg.side == PREFILL:
+            if leg.handle is not None:
+                leg.worker.post(HandleRefused(leg.handle, cause))
+            elif leg.side == PREFILL and self._plan.dialect != PARAMS:
                 leg.worker.post(LegRefused(room=leg.room, cause=cause))
             self.refused(leg.rid, cause)
             return
@@ -277,7 +372,17 @@ class SimRouter:
         if leg.closed:
             self._tell_close(leg)
 
-    def _leg_event(self, leg: Leg) -> LegArrived | JobArrived:
+    def _too_late(self, leg: Leg) -> bool:
+        """Too little is left of the lease: it is not sent at all."""
+        margin_s, client = self._plan.lease_margin_s, leg.client
+        if not margin_s or leg.handle is None or leg.again or client.lease_ends - self._world.now >= margin_s:
+            return False
+        if not leg.closed:
+            cause = Cause("lease_too_short", "too little is left of the lease", 503, retryable=True, side=PREFILL)
+            self._carry(client, client.machine.decode_failed(leg.attempt, Failure(cause=cause, blames=HANDOFF)))
+        return True
+
+    def _leg_event(self, leg: Leg) -> LegArrived | JobArrived | RequestArrived:
         request, client, plan, now = leg.client.request, leg.client, self._plan, self._world.now
         deadline_at = now + max(0.001, client.arrived_at + request.deadline_s - now)
         prefill, decode = client.machine.prefill, leg.side == DECODE
@@ -289,18 +394,28 @@ class SimRouter:
                 deadline=deadline_at,
                 priority=request.priority,
             )
+        prompt = self._prompt_of(leg)
+        if plan.dialect == PARAMS:
+            return RequestArrived(
+                rid=leg.rid,
+                prompt=prompt,
+                max_new=request.max_new if decode else 1,
+                deadline=deadline_at,
+                priority=request.priority,
+                page_keys=self._world.works[leg.rid].page_keys,
+                handle=leg.handle,
+            )
         rank = plan.dp_of(prefill) + request.wrong_rank
-        prompt = request.prompt + (OTHER_PROMPT if decode and request.prompts_differ else 0)
         return LegArrived(
             rid=leg.rid,
             room=leg.room,
-            prompt=PromptId(_digest(prompt), request.prompt_tokens),
+            prompt=prompt,
             max_new=request.max_new,
             deadline=deadline_at,
             priority=request.priority,
             address=f"{'group' if plan.dp else prefill}:registry" if decode else "",
             dp_rank=rank % 2 if decode and (plan.names_rank or request.wrong_rank) else None,
-            page_keys=() if decode else self._world.works[leg.rid].page_keys,
+            page_keys=self._world.works[leg.rid].page_keys,
         )
 
     def _end(self, leg: Leg, cause: Cause) -> None:
@@ -330,12 +445,14 @@ class SimRouter:
         if client.finished_at is not None:
             raise Violation("verdict", f"request {client.request.number} has two verdicts")
         client.finished_at, client.verdict = world.now, cause
+        if not client.request.tampers:  # whose hold nobody finds before its lease ends
+            self.over_since |= dict.fromkeys(client.rids, world.now)
         if not client.machine.over:
             world.at(world.now + PREFILL_DRAIN_S, lambda: self._carry(client, client.machine.drain_limit()))
 
 
-def _digest(prompt: int) -> bytes:
-    return hashlib.blake2b(prompt.to_bytes(4, "little"), digest_size=16).digest()
+def _prompt_id(prompt: int, tokens: int) -> PromptId:
+    return PromptId(hashlib.blake2b(prompt.to_bytes(4, "little"), digest_size=16).digest(), tokens)
 
 
 def _line(effect: msgspec.Struct) -> str:

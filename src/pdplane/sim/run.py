@@ -15,8 +15,8 @@ import msgspec
 
 from .broken import BROKEN, variant
 from .checkers import Violation
-from .coverage import Reached, report, watching
-from .plan import plan
+from .coverage import FOREIGN, ByPattern, Reached, report, watching
+from .plan import Plan, plan
 from .trace import Trace
 from .world import SimWorld
 
@@ -27,6 +27,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     pattern: str
+    dialect: str
     fence: bool
     violation: str = ""
     requests: int = 0
@@ -43,11 +44,17 @@ def run_seed(
     pattern: str | None = None,
     broken: str | None = None,
     fence: bool | None = None,
+    dialect: str | None = None,
     trace: bool = False,
     coverage: bool = False,
 ) -> Outcome:
     """One run. `broken` names a variant of the core in broken.py. Raises ValueError for an unknown name."""
-    drawn = plan(seed, pattern=pattern, fence=fence)
+    drawn = plan(seed, pattern=pattern, fence=fence, dialect=dialect)
+    return run_plan(drawn, broken=broken, trace=trace, coverage=coverage)
+
+
+def run_plan(drawn: Plan, *, broken: str | None = None, trace: bool = False, coverage: bool = False) -> Outcome:
+    """One run of this very plan."""
     log = Trace(trace)
     reached: Reached = Counter()
     with variant(broken), watching(reached) if coverage else nullcontext():
@@ -59,6 +66,7 @@ def run_seed(
             violation = str(found)
         except Exception as error:  # the core's own asserts are checkers too
             violation = f"exception: {type(error).__name__}: {error} ({_where(error)})"
+    reached[FOREIGN] += world.pages.foreign
     if violation:
         world.say("VIOLATION", violation)
     for process in world.every_process:
@@ -67,8 +75,9 @@ def run_seed(
                 pool.close()
     verdicts = Counter(c.verdict.code if c.verdict else "ok" for c in world.router.clients.values() if c.done)
     return Outcome(
-        seed=seed,
+        seed=drawn.seed,
         pattern=drawn.pattern,
+        dialect=drawn.dialect,
         fence=drawn.fence,
         violation=violation,
         requests=len(drawn.requests),
@@ -76,7 +85,7 @@ def run_seed(
         virtual_s=world.now,
         verdicts=dict(sorted(verdicts.items())),
         lines=log.lines,
-        reached=dict(reached),
+        reached=dict(reached) if coverage else {},
     )
 
 
@@ -85,8 +94,19 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
-def _chunk(seeds: Sequence[int], pattern: str | None, fence: bool | None, coverage: bool) -> list[Outcome]:
-    return [run_seed(seed, pattern=pattern, fence=fence, coverage=coverage) for seed in seeds]
+class Asked(msgspec.Struct, frozen=True):
+    """What all seeds of a batch have in common."""
+
+    pattern: str | None = None
+    fence: bool | None = None
+    dialect: str | None = None
+    coverage: bool = False
+
+
+def _chunk(seeds: Sequence[int], asked: Asked) -> list[Outcome]:
+    given = (asked.pattern, asked.fence, asked.dialect, asked.coverage)
+    pattern, fence, dialect, coverage = given
+    return [run_seed(seed, pattern=pattern, fence=fence, dialect=dialect, coverage=coverage) for seed in seeds]
 
 
 def run_many(
@@ -97,34 +117,32 @@ def run_many(
     *,
     pattern: str | None = None,
     fence: bool | None = None,
+    dialect: str | None = None,
     coverage: bool = False,
 ) -> list[Outcome]:
     """Seeds `start` to `start + count - 1`, in order. `progress(done, count)` is called now and then."""
     seeds = range(start, start + count)
     chunks = [seeds[i : i + 20] for i in range(0, count, 20)]
     outcomes: list[Outcome] = []
-    for part in _parts(chunks, jobs, pattern, fence, coverage):
+    for part in _parts(chunks, jobs, Asked(pattern, fence, dialect, coverage)):
         outcomes += part
         if progress:
             progress(len(outcomes), count)
     return outcomes
 
 
-def _parts(
-    chunks: Sequence[Sequence[int]], jobs: int, pattern: str | None, fence: bool | None, coverage: bool
-) -> Iterator[list[Outcome]]:
+def _parts(chunks: Sequence[Sequence[int]], jobs: int, asked: Asked) -> Iterator[list[Outcome]]:
     if jobs <= 1 or len(chunks) <= 1:
-        yield from (_chunk(chunk, pattern, fence, coverage) for chunk in chunks)
+        yield from (_chunk(chunk, asked) for chunk in chunks)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        rest = ([value] * len(chunks) for value in (pattern, fence, coverage))
-        yield from pool.map(_chunk, chunks, *rest)
+        yield from pool.map(_chunk, chunks, [asked] * len(chunks))
 
 
-def reached_by_pattern(outcomes: Sequence[Outcome]) -> dict[str, Reached]:
-    by_pattern: dict[str, Reached] = {}
+def reached_by_pattern(outcomes: Sequence[Outcome]) -> ByPattern:
+    by_pattern: ByPattern = {}
     for outcome in outcomes:
-        by_pattern.setdefault(outcome.pattern, Counter()).update(outcome.reached)
+        by_pattern.setdefault((outcome.dialect, outcome.pattern), Counter()).update(outcome.reached)
     return by_pattern
 
 
@@ -144,7 +162,7 @@ def run_broken(names: Sequence[str] | None = None) -> list[Caught]:
 def _catch(name: str) -> Caught:
     fault = BROKEN[name]
     for seed in range(fault.within_seeds):
-        outcome = run_seed(seed, broken=name, pattern=fault.pattern, fence=fault.fence)
+        outcome = run_seed(seed, broken=name, pattern=fault.pattern, fence=fault.fence, dialect=fault.dialect)
         if outcome.violation:
             return Caught(name, seed, outcome.violation)
     return Caught(name, None, "")
@@ -160,6 +178,7 @@ def sim_main(
     jobs: int = 2,
     pattern: str | None = None,
     fence: bool | None = None,
+    dialect: str | None = None,
     broken: bool = True,
     coverage: bool = False,
 ) -> int:
@@ -173,7 +192,7 @@ def sim_main(
             print(f"\r{done}/{of} seeds, {rate:.1f}/s", end="", file=sys.stderr, flush=True)
 
     try:
-        outcomes = run_many(seeds, start, jobs, show, pattern=pattern, fence=fence, coverage=coverage)
+        outcomes = run_many(seeds, start, jobs, show, pattern=pattern, fence=fence, dialect=dialect, coverage=coverage)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -183,7 +202,7 @@ def sim_main(
     if coverage:
         print("\n".join(report(reached_by_pattern(outcomes))))
     bad = [outcome for outcome in outcomes if outcome.violation]
-    options = f" --pattern {pattern}" if pattern else ""
+    options = "".join(f" --{name} {value}" for name, value in (("dialect", dialect), ("pattern", pattern)) if value)
     return 1 if _report_bad(bad, options) + (_report_broken() if broken else 0) else 0
 
 
@@ -195,15 +214,15 @@ def _report(outcomes: Sequence[Outcome], took_s: float) -> None:
     hours = sum(o.virtual_s for o in outcomes) / 3600
     print(f"{len(outcomes)} seeds in {took_s:.1f} s ({len(outcomes) / max(took_s, 1e-9):.1f}/s): {requests} requests,")
     print(f"{events} events, {hours:.1f} hours of virtual time")
-    for name, count in sorted(Counter(o.pattern for o in outcomes).items()):
-        failed = sum(bool(o.violation) for o in outcomes if o.pattern == name)
-        print(f"  {name:<16} {count:>5} seeds  {failed or 'no'} violation{'' if failed == 1 else 's'}")
+    for (dialect, name), count in sorted(Counter((o.dialect, o.pattern) for o in outcomes).items()):
+        failed = sum(bool(o.violation) for o in outcomes if (o.dialect, o.pattern) == (dialect, name))
+        print(f"  {dialect:<6} {name:<16} {count:>5} seeds  {failed or 'no'} violation{'' if failed == 1 else 's'}")
     print("ends: " + ", ".join(f"{code} {count}" for code, count in verdicts.most_common()))
 
 
 def _report_bad(bad: Sequence[Outcome], options: str) -> int:
     for outcome in bad[:10]:
-        print(f"seed {outcome.seed} ({outcome.pattern}): {outcome.violation}")
+        print(f"seed {outcome.seed} ({outcome.dialect}, {outcome.pattern}): {outcome.violation}")
         print(f"  pdplane replay {outcome.seed}{options}")
     if len(bad) > 10:
         print(f"... and {len(bad) - 10} more")
@@ -229,18 +248,20 @@ def replay_main(
     *,
     pattern: str | None = None,
     fence: bool | None = None,
+    dialect: str | None = None,
     broken: str | None = None,
     tail: int | None = None,
 ) -> int:
     """Prints the trace of one seed (its last `tail` lines), and the violation if there is one."""
     try:
-        outcome = run_seed(seed, pattern=pattern, fence=fence, broken=broken, trace=True)
+        outcome = run_seed(seed, pattern=pattern, fence=fence, dialect=dialect, broken=broken, trace=True)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     for line in outcome.lines[-tail:] if tail else outcome.lines:
         print(line)
     fabric = "with a local fence" if outcome.fence else "one-sided, no fence"
-    print(f"seed {seed}, pattern {outcome.pattern}, transport {fabric}, {outcome.events} events")
+    print(f"seed {seed}, dialect {outcome.dialect}, pattern {outcome.pattern}, transport {fabric}", end="")
+    print(f", {outcome.events} events")
     print(f"VIOLATION {outcome.violation}" if outcome.violation else f"all rules held; ends: {outcome.verdicts}")
     return 1 if outcome.violation else 0

@@ -10,6 +10,7 @@ from pdplane.core.decode import DecodeNode
 from pdplane.core.events import Drain, FrameIn, OperatorRelease
 from pdplane.core.frames import Drained, Row, Success
 from pdplane.core.ids import GrantNo, Instance, Link, Seat
+from pdplane.core.params_decode import ParamsDecodeNode
 from pdplane.core.receiver import Receiver
 
 from .checkers import Pages
@@ -34,8 +35,10 @@ from .faults import (
     StuckMoves,
     WrongRow,
 )
+from .hold_rules import HoldRules
 from .moves import Moves
 from .network import Network
+from .params_strikes import quarantined, stray_answer
 from .process import Process
 from .registries import Registries
 from .router import SimRouter
@@ -50,6 +53,7 @@ class World(Protocol):
     pages: Pages
     ends: Ends
     waits: Waits
+    hold_rules: HoldRules
     router: SimRouter
 
     def at(self, when: float, do: Callable[[], None]) -> None: ...
@@ -136,6 +140,7 @@ class Striker:
         world.pages.forget(process.instance)
         world.ends.died(process, world.now)
         world.waits.died(process)
+        world.hold_rules.died(process)
         world.router.worker_died(process)
         self._after(fault.restart_after_s, lambda: world.start(fault.process, fault.weights))
 
@@ -147,10 +152,13 @@ class Striker:
 
     def _release(self, process: Process) -> None:
         """The operator looks at what is quarantined, and at the fabric."""
-        if not isinstance(process.node, DecodeNode):
-            return
         pending = self._world.moves.fabric.pending
         under_way = {batch.grant for batch in pending if batch.dst.instance == process.instance}
+        if isinstance(process.node, ParamsDecodeNode):
+            for grant in quarantined(process.node) - under_way:
+                process.post(OperatorRelease(grant))
+        if not isinstance(process.node, DecodeNode):
+            return
         for receiver in list(process.node.rooms.live.values()):
             if receiver.state == "Quarantine" and receiver.grant not in under_way:
                 process.post(OperatorRelease(receiver.grant))
@@ -165,6 +173,11 @@ class Striker:
     def _stray(self, who: Process, strays: list[StrayFrame]) -> None:
         """A frame that no honest session carries: right room, wrong grant or wrong process."""
         node = who.node
+        if isinstance(node, ParamsDecodeNode):
+            if event := stray_answer(node, strays[0].wrong):
+                strays.pop(0)
+                who.at(self._world.now + self._world.uniform(0.0, 0.001), lambda: who.post(event))
+            return
         assert isinstance(node, DecodeNode)
         waiting = [receiver for receiver in node.rooms.live.values() if receiver.pages and receiver.holders]
         rooms = [receiver for receiver in waiting if receiver.state == "Draining" or strays[0].kind == "success"]

@@ -9,23 +9,27 @@ from random import Random
 import msgspec
 
 from pdplane.core.decode import DecodeNode
-from pdplane.core.effects import Count, Effect, SendFrame
+from pdplane.core.effects import AnswerHeld, Count, Effect, SendFrame
 from pdplane.core.errors import Cause
 from pdplane.core.events import Computed, Event, LegArrived, OperatorRelease, Released, Retracted
 from pdplane.core.frames import Beat, Success
 from pdplane.core.ids import Instance, PageId, Rid, Room
+from pdplane.core.layout import PARAMS
+from pdplane.core.leases import RENEWALS
 
-from .checkers import Pages, Violation
+from .checkers import Pages, Violation, Watched
 from .content import Work
 from .coverage import Reached, tally
 from .ends import Ends, Waits
 from .faults import WEIGHTS
+from .gates import Gates
+from .hold_rules import HoldRules
 from .moves import Moves
 from .network import Network
-from .plan import Plan
+from .plan import Plan, Request
 from .process import Process
 from .registries import Registries
-from .rest import at_rest, conservation
+from .rest import at_rest, conservation, starved_s
 from .router import SimRouter
 from .striker import Striker
 from .trace import Trace
@@ -36,6 +40,8 @@ client_left deadline overloaded bad_request context_length_exceeded engine_error
 rank_contradiction no_such_rank hold_expired no_leg no_decode peer_leg_closed
 """
 EXCUSED = frozenset(_EXCUSED.split())  # ends that clients, legs that are late or do not fit, and full pools lead to
+MEETING_FRAMES = 5  # until a renewal has come: a dial, HELLO, WELCOME, RENEW
+BEGINS = ("decode starts", "the prompt is gone on with", "an answer leaves")
 REST_S = 45.0  # drain limit, row's time and grace, with room to spare
 
 
@@ -51,7 +57,10 @@ class SimWorld:
         self.events = 0
         self.works: dict[Rid, Work] = {}
         self.network = Network(self, plan.delay_s)
-        self.pages = Pages(self.works, fence=plan.fence, ranks=plan.tp[0])
+        self.params = plan.dialect == PARAMS
+        self.pages = Pages(self.works, fence=plan.fence, ranks=plan.tp[0], confirms=self.params)
+        self.hold_rules = HoldRules(plan, self.pages)
+        self.gates = Gates(self.works, self._gate_opens, self._answered)
         self.ends = Ends(plan)
         self.waits = Waits(plan)
         self.moves = Moves(self)
@@ -94,7 +103,7 @@ class SimWorld:
             self.at(fault.at_s, lambda fault=fault: self.striker.strike(fault))  # type: ignore[misc]
         self.at(1.0, self._watch)
         latest = max(request.at_s + request.prefill_delay_s + request.decode_delay_s for request in self.plan.requests)
-        bound = max(latest, self._last_fault_s) + 130.0 + self.plan.trouble_s
+        bound = max(latest, self._last_fault_s) + 130.0 + self.plan.trouble_s + starved_s(self.plan)
         self._until(self._all_over, bound)
         if not self.router.all_done:
             self._name_the_hanging(bound)
@@ -124,6 +133,9 @@ class SimWorld:
     def _watch(self) -> None:
         self.ends.crossed(self.now)
         self.waits.bounded(self.now)
+        if self.params:
+            self.hold_rules.bounded(self.now)
+            self.hold_rules.given_back(self.now, self.processes.values(), self.router.over_since)
         self.at(self.now + 1.0, self._watch)
 
     def _check_rest(self) -> None:
@@ -156,16 +168,34 @@ class SimWorld:
                 raise Violation("calm", f"{what} failed in calm: {cause}")
             if cause is not None and cause.code == "engine_error" and not request.breaks_at:
                 raise Violation("verdict", f"{what} ended by {cause}")
-            if cause is not None and not self.plan.faults and cause.code not in EXCUSED:
+            excused = EXCUSED | self._excused_by_handle(request) if self.params else EXCUSED
+            if cause is not None and not self.plan.faults and cause.code not in excused:
                 raise Violation("verdict", f"{what} ended by {cause}, and nothing had happened")
             if cause is not None and cause.code == "incompatible" and client.arrived_at >= self.plan.unfit_until_s:
                 raise Violation("verdict", f"{what} ended by {cause}, though all workers serve the same")
-            if cause is None and request.impossible:
+            if cause is None and request.impossible and not request.tampers:  # it may have needed nothing of its handle
                 raise Violation("agreement", f"{what} was answered, though its legs did not fit each other")
             if cause is None and request.breaks_at == "prefill" and not request.aggregated:
                 raise Violation("verdict", f"{what} was answered, though no engine ever computed it")
             if cause is None and request.breaks_at == "decode" and min(request.max_new, request.stops_at) > 1:
                 raise Violation("verdict", f"{what} was answered, though its engine failed")
+
+    def _excused_by_handle(self, request: Request) -> frozenset[str]:
+        """What may end a request of the params dialect besides."""
+        codes = {"spent"} if request.replays else {"invalid_params", "unknown_hold"} if request.tampers else set()
+        if request.tampers == "instance":
+            codes.add("wrong_instance")
+        if self._outlasts_lease(request):
+            codes |= {"expired", "lease_too_short", "spent"}
+        if any(other.tampers == "hold" for other in self.plan.requests):
+            codes.add("spent")  # another one is after its hold
+        return frozenset(codes)
+
+    def _outlasts_lease(self, request: Request) -> bool:
+        """Whether a lease may end before decode's first renewal of it, without any fault. After that none does."""
+        plan, lease_s = self.plan, self.plan.prefill_limits.hold_term_s
+        meeting_s = 2 * plan.hop_s[1] + MEETING_FRAMES * plan.delay_s[1] + lease_s / RENEWALS
+        return request.decode_delay_s + meeting_s + plan.lease_margin_s > lease_s
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -183,6 +213,8 @@ class SimWorld:
     def before(self, who: Process, event: Event) -> None:
         self.ends.event(who, event, self.now)
         self.waits.event(who, event)
+        if self.params:
+            self.hold_rules.event(who, event, self.now)
         if isinstance(event, LegArrived) and who.side == "prefill":
             self.registries.taken(event.room, who.dp)
         if isinstance(event, Computed) and who.side == "aggregated":
@@ -191,14 +223,31 @@ class SimWorld:
             self.pages.retracted(who, event.rid)
         if isinstance(event, Released):
             self.pages.released(who, event.rid)
-            if who.side != "prefill" and not self.ends.ended(who, event.rid) and not event.error:
-                self.ends.end(who, event.rid, self.now, failed=False)
-                self.router.finished(event.rid)
+        if self.params and who.side == "decode":
+            self.gates.event(who, event)
+        elif isinstance(event, Released) and who.side != "prefill" and not event.error:
+            self._let_go(who, event.rid)
+
+    def _let_go(self, who: Watched, rid: Rid) -> None:
+        """The engine has come to the end by itself, unless the leg was answered before."""
+        if not self.ends.ended(who, rid):
+            self._answered(who, rid)
+
+    def _gate_opens(self, who: Watched, rid: Rid) -> None:
+        self.router.first_byte(rid)
+
+    def _answered(self, who: Watched, rid: Rid) -> None:
+        self.ends.end(who, rid, self.now, failed=False)
+        self.router.finished(rid)
 
     def effect(self, who: Process, effect: Effect) -> None:
         self.pages.effect(who, effect, self.fabric.pending)
         self.ends.effect(who, effect, self.now)
         self.waits.effect(who, effect, self.now)
+        if self.params:
+            self.hold_rules.effect(who, effect, self.now)
+            if who.side == "decode":
+                self.gates.effect(who, effect)
         if isinstance(effect, SendFrame) and isinstance(effect.frame, Success) and effect.conn in who.conns:
             self.pages.success(who, effect.frame, who.conns[effect.conn].here)
 
@@ -219,9 +268,12 @@ class SimWorld:
     def refused(self, who: Process, rid: Rid, cause: Cause) -> None:
         self.router.refused(rid, cause)
 
+    def held(self, who: Process, answer: AnswerHeld) -> None:
+        self.router.held(who, answer)
+
     def foreign_tag(self, who: Process, where: str, work: Work, page: PageId, index: int) -> None:
         text = f"{who.instance}: page {page}, which is page {index} of {work.rid}, carries another's tag"
-        raise Violation("O3" if where == "decode starts" else "O4", f"{where}: {text}")
+        raise Violation("O3" if where in BEGINS else "O4", f"{where}: {text}")
 
     def short_restore(self, who: Process, work: Work, needed: int, given: int) -> None:
         text = f"{who.instance}: {work.rid} comes back to {given} pages, its copy fills {needed}"

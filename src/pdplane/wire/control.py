@@ -3,6 +3,10 @@
 The map's "t" names the kind. Compatible growth is by new fields (ignored by who does not know them) and new kinds
 (returned as UnknownKind, to be counted); whatever else changes raises WIRE_VERSION. Anything malformed raises
 BadFrame: the session cannot be read on, and its owner counts and closes that one connection.
+
+Greetings are read in two phases. A HELLO or WELCOME of a later schema may not be one of ours, but it still says who
+speaks which protocols. Where these meet ours not at all it becomes a greeting with an empty stamp, which the core
+refuses by naming both ranges: the peer is told, instead of being cut off without a word.
 """
 
 from __future__ import annotations
@@ -13,8 +17,28 @@ from typing import get_args
 
 import msgspec
 
-from pdplane.core.frames import Beat, Frame, Grant, Hello, Ready, Reject, RoomFrame, Success, Welcome
-from pdplane.core.ids import MAX_ROOM, Rank, Shape
+from pdplane.core.frames import (
+    Abort,
+    Announce,
+    Beat,
+    Drained,
+    Failed,
+    Frame,
+    Grant,
+    Hello,
+    HoldFrame,
+    Read,
+    Ready,
+    Received,
+    Reject,
+    Renew,
+    Renewed,
+    RoomFrame,
+    Success,
+    Welcome,
+)
+from pdplane.core.ids import MAX_ROOM, Instance, Rank, Shape
+from pdplane.core.layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, Stamp
 
 WIRE_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024
@@ -27,6 +51,7 @@ MAX_HOST = 255
 MAX_INSTANCE = 128
 MAX_DATA_TOKEN = 256
 MAX_PORT = 65_535
+MAX_HOLD = 2**63 - 1
 
 _HEAD = struct.Struct("<IB")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -51,6 +76,43 @@ class UnknownKind(msgspec.Struct, frozen=True):
 
 
 _KIND = msgspec.msgpack.Decoder(UnknownKind)
+
+
+class _Greeting(msgspec.Struct, frozen=True):
+    """What a HELLO or a WELCOME of any protocol says, whatever else is in it."""
+
+    t: str
+    src: Instance
+    protocol_min: int
+    protocol_max: int
+    dst: Instance = Instance("")
+    secret: str = ""
+
+    @property
+    def meets(self) -> bool:
+        """Some protocol is spoken on both sides."""
+        return self.protocol_min <= PROTOCOL_VERSION and self.protocol_max >= OLDEST_PROTOCOL
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp("", "", "", 1, 1, "", (), protocol_min=self.protocol_min, protocol_max=self.protocol_max)
+
+    def as_frame(self) -> Hello | Welcome:
+        if self.t == "welcome":
+            return Welcome(self.src, self.dst, Rank(), self.stamp, self.protocol_min)
+        return Hello(
+            self.src,
+            self.dst,
+            Rank(),
+            self.stamp,
+            protocol_min=self.protocol_min,
+            protocol_max=self.protocol_max,
+            secret=self.secret,
+        )
+
+
+_GREETING = msgspec.msgpack.Decoder(_Greeting)
+_GREETINGS = ("hello", "welcome")
 
 
 def encode(frame: Frame) -> bytes:
@@ -118,18 +180,35 @@ def _decode(body: memoryview) -> Frame | UnknownKind:
             return _unknown_or_bad(body, error)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"frame is not msgpack: {error}") from None
-    _check_ranges(frame)
+        try:
+            _check_ranges(frame)
+        except BadFrame:
+            if (foreign := _of_another_protocol(body)) is not None:
+                return foreign
+            raise
     return frame
 
 
-def _unknown_or_bad(body: memoryview, error: msgspec.ValidationError) -> UnknownKind:
+def _unknown_or_bad(body: memoryview, error: msgspec.ValidationError) -> Hello | Welcome | UnknownKind:
     try:
         kind = _KIND.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadFrame(f"frame has no kind: {error}") from None
-    if kind.t in KINDS:
-        raise BadFrame(f"frame {kind.t!r} is malformed: {error}") from None
-    return kind
+    if kind.t not in KINDS:
+        return kind
+    if (foreign := _of_another_protocol(body)) is not None:
+        return foreign
+    raise BadFrame(f"frame {kind.t!r} is malformed: {error}") from None
+
+
+def _of_another_protocol(body: memoryview) -> Hello | Welcome | None:
+    """A greeting of a peer with which we share no protocol, for the core to refuse; None where it is anything else."""
+    try:
+        greeting = _GREETING.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    known = greeting.t in _GREETINGS and 1 <= len(greeting.src) <= MAX_INSTANCE
+    return greeting.as_frame() if known and not greeting.meets else None
 
 
 def _check_ranges(frame: Frame) -> None:
@@ -145,25 +224,54 @@ def _check_ranges(frame: Frame) -> None:
             _check_text("data kind", frame.data_kind, MAX_KIND)
         case Reject() | Beat():
             pass
-        case _:
+        case Announce() | Grant() | Abort() | Received() | Ready() | Success() | Failed() | Drained():
             _check_room_frame(frame)
+        case _:
+            _check_hold_frame(frame)
 
 
 def _check_room_frame(frame: RoomFrame) -> None:
     if not 1 <= frame.room <= MAX_ROOM:
         raise BadFrame(f"room {frame.room} is not within 1 and {MAX_ROOM}")
-    if frame.grant < 0:
-        raise BadFrame(f"grant {frame.grant} is negative")
+    _check_grant(frame.grant)
     _check_rank(frame.rank)
     match frame:
         case Grant():
             if not math.isfinite(frame.time_left_s):
                 raise BadFrame(f"time left {frame.time_left_s} is not a number of seconds")
+            if frame.prefix_pages < 0:
+                raise BadFrame(f"a grant says that decode has {frame.prefix_pages} pages already")
             _check_links(frame)
         case Ready() if not (math.isfinite(frame.held_s) and frame.held_s >= 0):
             raise BadFrame(f"held for {frame.held_s} is not a number of seconds from 0 on")
         case Success() if not 0 <= frame.row.first_token <= MAX_TOKEN:
             raise BadFrame(f"first token {frame.row.first_token} is not within 0 and {MAX_TOKEN}")
+
+
+def _check_hold_frame(frame: HoldFrame) -> None:
+    _check_rank(frame.rank)
+    if isinstance(frame, Renew | Renewed):
+        for hold in frame.holds:
+            _check_hold(hold)
+        if isinstance(frame, Renewed) and not (math.isfinite(frame.lease_s) and frame.lease_s >= 0):
+            raise BadFrame(f"lease of {frame.lease_s} is not a number of seconds from 0 on")
+        return
+    _check_hold(frame.hold)
+    _check_grant(frame.grant)
+    if isinstance(frame, Read):
+        if len(frame.src_pages) != len(frame.dst_pages):
+            raise BadFrame(f"a read of {len(frame.src_pages)} pages into {len(frame.dst_pages)}")
+        _check_links(frame)
+
+
+def _check_hold(hold: int) -> None:
+    if not 1 <= hold <= MAX_HOLD:
+        raise BadFrame(f"hold {hold} is not within 1 and {MAX_HOLD}")
+
+
+def _check_grant(grant: int) -> None:
+    if grant < 0:
+        raise BadFrame(f"grant {grant} is negative")
 
 
 def _check_rank(rank: Rank) -> None:
@@ -180,17 +288,18 @@ def _check_seat(rank: Rank, shape: Shape) -> None:
         raise BadFrame(f"rank {rank} is not one of a group of shape ({shape})")
 
 
-def _check_links(grant: Grant) -> None:
+def _check_links(frame: Grant | Read) -> None:
     """() or pairs of which each is named once; one is this session's prefill rank's."""
-    if len(grant.links) > MAX_LINKS:
-        raise BadFrame(f"a grant of {len(grant.links)} links, the most is {MAX_LINKS}")
-    for prefill, decode in grant.links:
+    what = "read" if isinstance(frame, Read) else "grant"
+    if len(frame.links) > MAX_LINKS:
+        raise BadFrame(f"a {what} of {len(frame.links)} links, the most is {MAX_LINKS}")
+    for prefill, decode in frame.links:
         _check_rank(prefill)
         _check_rank(decode)
-    if len(set(grant.links)) != len(grant.links):
-        raise BadFrame("a grant names a link twice")
-    if grant.links and all(prefill != grant.rank for prefill, _ in grant.links):
-        raise BadFrame(f"a grant on rank {grant.rank} names links, and none of them is this rank's")
+    if len(set(frame.links)) != len(frame.links):
+        raise BadFrame(f"a {what} names a link twice")
+    if frame.links and all(prefill != frame.rank for prefill, _ in frame.links):
+        raise BadFrame(f"a {what} on rank {frame.rank} names links, and none of them is this rank's")
 
 
 def _check_offer(hello: Hello) -> None:

@@ -13,7 +13,8 @@ from .body import invalid
 
 class LegFields(msgspec.Struct, frozen=True, kw_only=True):
     """`routed_dp_rank` and its older name `data_parallel_rank` pin the rank of the worker that reads this;
-    `disagg_prefill_dp_rank` is the prefill's. `decode_allocation_policy` is the one under which the pair was made."""
+    `disagg_prefill_dp_rank` is the prefill's. `decode_allocation_policy` is the one under which the pair was made.
+    `kv_transfer_params` are the params dialect's (params.py)."""
 
     rid: object = None
     bootstrap_host: object = None
@@ -24,6 +25,7 @@ class LegFields(msgspec.Struct, frozen=True, kw_only=True):
     disagg_prefill_dp_rank: int | None = None
     decode_allocation_policy: str | None = None
     priority: int | None = None
+    kv_transfer_params: object = None
 
     def own_rank(self) -> int | None:
         """The rank that is pinned here, by either name. Raises Refused (400): negative, or two of them."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from pdplane.core.ids import Rank, Shape
-from pdplane.core.layout import EARLY, PREFILL_COMPLETE
+from pdplane.core.layout import EARLY, PARAMS, PREFILL_COMPLETE, ROOMS
 from pdplane.core.node import Limits
 from pdplane.core.session import SessionTimes
 from pdplane.settings import BadSetting, check_token, flag_of, setting
@@ -19,6 +20,9 @@ ROLES = ("prefill", "decode", "aggregated")
 POLICIES = (EARLY, PREFILL_COMPLETE)
 TOTAL_REQUESTS = "total_requests"
 TRANSPORTS = ("shm", "shm_push", "tcp")
+PUSHED = "shm_push"  # the writer is prefill, when it likes
+DIALECTS = (ROOMS, PARAMS)
+FAIL, RECOMPUTE = "fail", "recompute"
 MOST_DP = 8
 MAX_PORT = 65535
 TOMBSTONE_GRACE_S = 10.0
@@ -29,6 +33,11 @@ TP_SIZES = (1, 2, 4)
 @dataclasses.dataclass(frozen=True)
 class WorkerConfig(HttpSettings):
     role: str = setting("aggregated", "what this worker does", choices=ROLES)
+    dialect: str = setting(
+        ROOMS,
+        "how a hand-off is made: rooms (SGLang's bootstrap) or params (vLLM's kv_transfer_params); both sides alike",
+        choices=DIALECTS,
+    )
     host: str = setting("127.0.0.1", "address that HTTP listens on")
     port: int = setting(8100, "port that HTTP listens on; 0 takes any free one")
     model: str = setting(EMBEDDED, "folder of a Llama-family model in Hugging Face's format, or the embedded model")
@@ -67,8 +76,16 @@ class WorkerConfig(HttpSettings):
         f"how pages may move, the preferred way first, of {', '.join(TRANSPORTS)}; give it again or as a list a,b",
     )
     checksum: bool = setting(False, "check every page that has moved, end to end (xxh3)")
-    prefix_cache: bool = setting(True, "prefill: keep the pages of prompts for later ones that begin alike")
+    prefix_cache: bool = setting(True, "keep the pages of prompts for later ones that begin alike, on either side")
     hold_term_s: float = setting(30.0, "prefill_complete: how long computed pages wait for decode's grant")
+    lease_s: float = setting(
+        30.0, "params, prefill: how long computed pages are held for decode, from each renewal anew"
+    )
+    kv_load_failure_policy: str = setting(
+        FAIL,
+        "params, decode: fail a request whose pages cannot be read, or recompute its prompt here",
+        choices=(FAIL, RECOMPUTE),
+    )
     held_pages: int = setting(0, "prefill_complete: most pages computed ahead of a grant; 0: half of the pool")
     reserve_tokens: int = setting(
         512, "decode: growth kept free per request at admission (SGLang: num_reserved_decode_tokens)"
@@ -93,7 +110,8 @@ class WorkerConfig(HttpSettings):
             self._check(name, least=0.001)
         for name in ("grace_s", "shutdown_s", "port", "control_port", "data_port", "bootstrap_port"):
             self._check(name, least=0)
-        self._check("hold_term_s", least=0.001)
+        for name in ("hold_term_s", "lease_s"):
+            self._check(name, least=0.001)
         for name in ("held_pages", "reserve_tokens"):
             self._check(name, least=0)
         self._check_shape()
@@ -102,6 +120,8 @@ class WorkerConfig(HttpSettings):
             check_token(name, getattr(self, name))
         self._check_registry()
         self._check_transports()
+        if self.dialect == PARAMS:
+            self._check_params()
         if self.silent_s <= self.beat_s:
             raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
         if self.role != "aggregated":
@@ -140,9 +160,23 @@ class WorkerConfig(HttpSettings):
             raise BadSetting(f"--registry {self.registry} is no URL of a registry; give one like http://10.0.0.1:8998")
 
     def _check_transports(self) -> None:
-        unknown = [kind for kind in self.transports if kind not in TRANSPORTS]
-        if unknown or not self.transports:
+        unknown = [kind for kind in self._named_transports if kind not in TRANSPORTS]
+        if unknown or not self._named_transports:
             raise BadSetting(f"--transport {', '.join(unknown) or 'none'}: give one or more of {', '.join(TRANSPORTS)}")
+        if not self.transports:
+            raise BadSetting(f"--transport {PUSHED}: it writes from prefill's side; params pulls. Give shm or tcp")
+
+    def _check_params(self) -> None:
+        """What is told of the rooms dialect alone."""
+        if self.decode_allocation_policy != EARLY:
+            raise BadSetting(
+                f"--decode-allocation-policy {self.decode_allocation_policy} is of --dialect rooms: in params prefill "
+                "always computes first; leave it out"
+            )
+        if self.registry:
+            raise BadSetting(f"--registry {self.registry} is of --dialect rooms: params needs none; leave it out")
+        if math.isinf(self.lease_s):
+            raise BadSetting(f"--lease-s {self.lease_s:g}: what nobody reads would be held for ever; give seconds")
 
     def _check_addresses(self) -> None:
         if self.host in WILDCARDS and not self.advertise_host:
@@ -170,7 +204,11 @@ class WorkerConfig(HttpSettings):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """By preference, each once."""
+        """By preference, each once. In params nothing is pushed."""
+        return tuple(kind for kind in self._named_transports if kind != PUSHED or self.dialect == ROOMS)
+
+    @property
+    def _named_transports(self) -> tuple[str, ...]:
         named = (kind.strip() for given in self.transport for kind in given.split(","))
         return tuple(dict.fromkeys(kind for kind in named if kind))
 
@@ -183,7 +221,8 @@ class WorkerConfig(HttpSettings):
             queue_limit_s=self.queue_limit_s,
             progress_limit_s=self.progress_limit_s,
             drain_limit_s=self.drain_limit_s,
-            hold_term_s=self.hold_term_s,
+            hold_term_s=self.lease_s if self.dialect == PARAMS else self.hold_term_s,
+            recompute=self.kv_load_failure_policy == RECOMPUTE,
             held_pages=self.held_pages,
             prefix_cache=self.prefix_cache,
             reserve_tokens=self.reserve_tokens,

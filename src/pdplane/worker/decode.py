@@ -26,7 +26,6 @@ from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, LegArrived, OperatorRelease, RankKnown, RouteFailed, RouteKnown
 from pdplane.core.ids import GrantNo, Room
 from pdplane.core.pages import Owner, Page, grant_of
-from pdplane.core.session import Identity
 from pdplane.observe.grants import LinkRecord
 from pdplane.observe.records import LegRecord
 from pdplane.wire.address import bracketed
@@ -37,14 +36,15 @@ from .engine import EngineRequest
 from .jobs import first_token
 from .kinds import make_landing, usable
 from .lookup import Lookups
-from .paired import PairedShell
+from .paired import identity
+from .rooms import RoomsShell
 from .service import Generation
 from .shell import Parts
 
 log = logging.getLogger(__name__)
 
 
-class DecodeShell(PairedShell[DecodeNode]):
+class DecodeShell(RoomsShell[DecodeNode]):
     role = "decode"
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
@@ -57,14 +57,7 @@ class DecodeShell(PairedShell[DecodeNode]):
         self._asking: set[asyncio.Task[None]] = set()
         make = functools.partial(make_landing, config)
         self.landings = Landings(parts.instance, parts.dp, parts.pools, usable(config), make, self.post_soon)
-        me = Identity(
-            instance=parts.instance,
-            stamp=parts.stamp,
-            secret=config.secret,
-            shape=config.shape,
-            dp=parts.dp,
-            data=self.landings.offers,
-        )
+        me = identity(config, parts, self.landings.offers)
         self.node = DecodeNode(me, config.limits(parts.pages), fenced=self.landings.fenced)
 
     async def stop(self) -> None:
@@ -96,6 +89,7 @@ class DecodeShell(PairedShell[DecodeNode]):
             address=f"{bracketed(host)}:{generation.bootstrap_port}",
             priority=generation.priority,
             dp_rank=generation.prefill_dp_rank,
+            page_keys=generation.page_keys,
         )
 
     def _do_role(self, effect: Effect) -> None:

@@ -4,6 +4,8 @@ An end and a release are two things. The end (`finish`) is the client's: a stop 
 engine may still be writing its next row. The release is the pages': only when it is true does the engine touch them no
 more (the "own completion" proof), and it comes exactly once for each request that was added.
 
+No emission of a request follows its release, from whichever thread that comes: the same rid may be added anew at once.
+
 A retract is neither: the request is laid aside between two steps and its KV kept in host memory, so that its pages are
 free for others. While this thread has it in its hands to do so, or to put it back, an abort from another thread waits
 until it is put down: whoever is told of a release may give the pages away at once.
@@ -91,6 +93,7 @@ class EngineThread:
         self._clock = clock
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._live = Live()
+        self._saying = threading.RLock()  # what a step did is said before an abort from another thread can follow it
         self._samples: dict[Rid, Sample] = {}  # this thread's own: what the engine holds
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -129,13 +132,14 @@ class EngineThread:
     def abort(self, rid: Rid) -> None:
         """Effective at once. What the running step is not at work on (in the inbox, waiting in the engine, retracted)
         is released at once too, without waiting for other requests' step. A rid that is not live is ignored."""
-        match self._live.abort(rid):
-            case Abort.UNSEEN:
-                self._send([self._let_go(rid)])
-            case Abort.WITH_ENGINE if self._engine.abort(rid):
-                self._send([self._let_go(rid)])
-            case Abort.WITH_ENGINE:
-                self._inbox.put(_Wake())
+        with self._saying:
+            match self._live.abort(rid):
+                case Abort.UNSEEN:
+                    self._send([self._let_go(rid)])
+                case Abort.WITH_ENGINE if self._engine.abort(rid):
+                    self._send([self._let_go(rid)])
+                case Abort.WITH_ENGINE:
+                    self._inbox.put(_Wake())
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends after the running step; what is live is emitted as aborted and released. Waits up to `timeout_s`."""
@@ -167,7 +171,7 @@ class EngineThread:
         took = self._take_messages(wait=wait and (bool(self.broken) or not self._engine.busy()))
         if not (self._engine.busy() or self._live.any_aborted) or self._live.closed or self.broken:
             return took
-        self._send(self._step())
+        self._step()
         return True
 
     def _run(self) -> None:
@@ -193,7 +197,8 @@ class EngineThread:
     def _carry_out(self, message: _Message) -> None:
         match message:
             case _Add():
-                self._send(self._admit(message))
+                with self._saying:
+                    self._send(self._admit(message))
             case _Extend(rid, pages):
                 if rid in self._samples:
                     self._engine.extend(rid, pages)
@@ -277,18 +282,21 @@ class EngineThread:
             return [self._let_go(request.rid)]
         return [opening] if opening.tokens else []
 
-    def _step(self) -> list[Emission]:
+    def _step(self) -> None:
         self.step_started_at = self._clock()
         try:
             outputs = self._engine.step()
         except Exception as error:
             log.exception("an engine step failed")
-            return self._step_failed(_reason(error))
+            with self._saying:
+                self._send(self._step_failed(_reason(error)))
+            return
         finally:
             self.step_started_at = None
         self.steps += 1
         self._failed_steps = 0
-        return [emission for output in outputs for emission in self._tell(output)]
+        with self._saying:
+            self._send([emission for output in outputs for emission in self._tell(output)])
 
     def _tell(self, output: StepOutput) -> list[Emission]:
         sample = self._samples.get(output.rid)

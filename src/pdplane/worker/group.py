@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pdplane.core.errors import Cause, Refused, aborted, bad_request
 from pdplane.core.ids import GrantNo, Instance, Rid, Room, dp_of
@@ -19,6 +19,7 @@ from . import facts
 from .aggregated import AggregatedShell
 from .config import TOTAL_REQUESTS, WorkerConfig
 from .decode import DecodeShell
+from .http.pairing import rooms_of
 from .prefill import PrefillShell
 from .service import Generation, Stream
 from .shell import Shell
@@ -47,9 +48,10 @@ class Group(Generic[S]):
         self.context_len = first.model.context_len
         self.vocab_size = first.model.vocab_size
         self.max_prompt_tokens = min(first.model.context_len - 1, first.parts.pages * first.model.page_size)
-        self.key_page_size = 0
+        self.key_page_size = first.model.page_size if config.prefix_cache else 0
         self.default_bootstrap_port: int | None = None
         self.policy = config.decode_allocation_policy
+        self.dialect = config.dialect
         self.waits_for = ""  # what it needs before it can serve
         self.draining = ""
         self.asked_to_drain = asyncio.Event()
@@ -116,7 +118,7 @@ class Group(Generic[S]):
 
     @property
     def live(self) -> int:
-        return len(self.jobs)
+        return sum(shell.under_way for shell in self.shells)
 
     @property
     def jobs(self) -> list[Rid]:
@@ -124,10 +126,15 @@ class Group(Generic[S]):
         return [rid for shell in self.shells for rid in shell.jobs]
 
     async def all_ended(self) -> None:
-        """Returns when no client waits for anything."""
-        while any(shell.jobs for shell in self.shells):
+        """Returns when no client waits for anything, and nothing is kept for one."""
+        while any(shell.under_way for shell in self.shells):
             for shell in self.shells:
-                await shell.jobs.all_ended()
+                await shell.all_ended()
+
+    @property
+    def holds(self) -> list[dict[str, Any]]:
+        """KV that is kept for readers elsewhere (prefill, params dialect)."""
+        return []
 
     def cut(self, reason: str) -> None:
         """Ends everything with an explicit error: the process is about to go."""
@@ -163,17 +170,19 @@ class PrefillGroup(Group[PrefillShell]):
     def __init__(self, config: WorkerConfig, process: Instance, shells: Sequence[PrefillShell]) -> None:
         super().__init__(config, process, shells)
         self.default_bootstrap_port = config.bootstrap_port
-        self.key_page_size = self.model.page_size if config.prefix_cache else 0
         self._by_load = config.load_balance_method == TOTAL_REQUESTS
         self.tell_rank = _nobody_asks
 
-    def leg_refused(self, room: Room, cause: Cause) -> None:
+    def named_in(self, body: bytes) -> list[Room]:
+        return rooms_of(body)
+
+    def leg_refused(self, leg: Room, cause: Cause) -> None:
         """A decode that waits for this leg hears why, at the rank at which it will ask."""
-        dp = self._knows(room)
+        dp = self._knows(leg)
         if dp is None:
-            dp = 0 if self._by_load else dp_of(room, len(self.shells))
-            self._tell(room, dp)
-        self.shells[dp].leg_refused(room, cause)
+            dp = 0 if self._by_load else dp_of(leg, len(self.shells))
+            self._tell(leg, dp)
+        self.shells[dp].leg_refused(leg, cause)
 
     def _check_rank(self, generation: Generation) -> None:
         super()._check_rank(generation)
@@ -214,18 +223,31 @@ class DecodeGroup(Group[DecodeShell]):
         self.default_bootstrap_port = config.bootstrap_port
 
     def release(self, instance: str, grant: int) -> int:
-        shell = next((one for one in self.shells if one.instance == instance), None)
-        freed = shell.release(GrantNo(grant)) if shell else 0
-        if freed:
-            log.warning("an operator released %d pages of grant %d of %s: unproven", freed, grant, instance)
-        return freed
+        return released_unproven(self.shells, instance, grant)
 
 
 class AggregatedGroup(Group[AggregatedShell]):
-    pass
+    def __init__(self, config: WorkerConfig, process: Instance, shells: Sequence[AggregatedShell]) -> None:
+        super().__init__(config, process, shells)
+        self.key_page_size = 0  # it keeps no prompts
 
 
-AnyGroup = PrefillGroup | DecodeGroup | AggregatedGroup
+RoomsGroup = PrefillGroup | DecodeGroup | AggregatedGroup
+
+
+class Releasing(Protocol):
+    instance: Instance
+
+    def release(self, grant: GrantNo) -> int: ...
+
+
+def released_unproven(shells: Sequence[Releasing], instance: str, grant: int) -> int:
+    """On an operator's word: how many pages of this grant are free again."""
+    shell = next((one for one in shells if one.instance == instance), None)
+    freed = shell.release(GrantNo(grant)) if shell else 0
+    if freed:
+        log.warning("an operator released %d pages of grant %d of %s: unproven", freed, grant, instance)
+    return freed
 
 
 def _nobody_asks(room: Room, dp: int) -> None:

@@ -18,8 +18,10 @@ from pdplane.core.frames import Row
 from pdplane.core.ids import Instance, Rid
 from pdplane.observe.prometheus import Histogram
 from pdplane.observe.records import LegRecord, RecordBook
+from pdplane.wire.params import KVTransferParams
 
 from .engine import ModelSpec, Token, Tokenizer
+from .sample import Emission
 from .service import Chunk, Generation, Stream
 from .text import TextOptions, spell
 
@@ -30,7 +32,9 @@ MOST_ENDS = 64  # kinds of ends that are counted apart: an abort call names its 
 
 
 class Job(msgspec.Struct):
-    """A generation under way: what the edge gave, and the stream that it reads."""
+    """A generation under way: what the edge gave, and the stream that it reads. `held`: what its answer names (prefill,
+    params dialect). `kept`: what the engine has said and the client may not hear yet; None where nothing is kept back.
+    """
 
     generation: Generation
     stream: Stream
@@ -38,6 +42,8 @@ class Job(msgspec.Struct):
     arrived: float
     completion_tokens: int = 0
     cached_tokens: int = 0
+    held: KVTransferParams | None = None
+    kept: list[Emission] | None = None
 
 
 class Jobs(dict[Rid, Job]):
@@ -98,6 +104,7 @@ class Jobs(dict[Rid, Job]):
                 cached_tokens=job.cached_tokens,
                 finish_reason=finish if finish in ("stop", "length", "abort") else None,
                 matched_stop=matched,
+                held=job.held,
             )
         )
         if job.stream.ended:
@@ -115,6 +122,13 @@ class Jobs(dict[Rid, Job]):
         spelled = spell(self._tokenizer, job.text, [row.first_token], end, min_tokens=sampling.min_tokens)
         job.cached_tokens = row.cached_tokens
         self.push(job, spelled.text, [first_token(row)], spelled.finish, spelled.matched_stop)
+
+    def note_cached(self, job: Job, tokens: int) -> None:
+        """So many of its prompt's tokens were in this worker's prefix cache."""
+        job.cached_tokens = tokens
+        if tokens:
+            hit = f"{tokens} of {len(job.generation.prompt)} prompt tokens were in the prefix cache"
+            self.records.note(job.generation.rid, self._loop.time(), "cached", hit)
 
     def fail(self, rid: Rid, cause: Cause) -> None:
         """The client's answer is a failure; an abort call's is an end like any other."""

@@ -1,48 +1,47 @@
-"""What the shells of a pair's two sides share: control sessions, and what is told about grants and peers on them."""
+"""What the shells of a pair's two sides share in either dialect: control sessions, and what peers say of themselves."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.events import ConnLost, Event, FrameIn
 from pdplane.core.frames import Beat, Frame
-from pdplane.core.ids import ConnId, Room
-from pdplane.core.pages import grant_owner
-from pdplane.core.prefill import PrefillNode
-from pdplane.observe.grants import GrantBook, describe
+from pdplane.core.ids import ConnId
+from pdplane.core.node import Node
+from pdplane.core.session import Identity
 
+from .config import WorkerConfig
 from .control import ControlNet
+from .datapath import Offers
 from .shell import Parts, Shell
 
-N = TypeVar("N", PrefillNode, DecodeNode, covariant=True)
+N = TypeVar("N", bound=Node, covariant=True)
 
 
-class PairedShell(Shell[N], Generic[N]):
+def identity(config: WorkerConfig, parts: Parts, offers: Offers) -> Identity:
+    """Who this group is on control sessions. `offers`: by which transports its pages move."""
+    return Identity(
+        instance=parts.instance,
+        stamp=parts.stamp,
+        secret=config.secret,
+        shape=config.shape,
+        dp=parts.dp,
+        data=offers,
+    )
+
+
+class PairedShell(Shell[N]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.control = ControlNet(self._heard, self.count)
-        self.grants = GrantBook()
         self._beats: dict[ConnId, tuple[float, Beat]] = {}  # (when, what) the other end last said of itself
 
     async def stop(self) -> None:
         await super().stop()
         await self.control.stop()
-
-    def has(self, room: Room) -> bool:
-        return room in self.node.rooms.live
-
-    def knows(self, room: Room) -> bool:
-        return room in self.node.rooms.live or self.node.rooms.tombstone(room, self._loop.time()) is not None
-
-    def grants_of(self, room: Room | None) -> list[dict[str, Any]]:
-        held = self.node.ledger.held_by
-        return [
-            {**describe(grant), "held_pages": held(grant_owner(grant.grant))} for grant in self.grants.of_room(room)
-        ]
 
     def peers(self) -> list[dict[str, Any]]:
         """One entry per instance, by its newest beat."""

@@ -12,7 +12,6 @@ from pdplane.core.frames import Grant
 from pdplane.core.ids import Link, Rank, Rid, Room, Seat
 from pdplane.core.pages import Owner
 from pdplane.core.prefill import PrefillNode
-from pdplane.core.session import Identity
 from pdplane.observe.grants import LinkRecord
 
 from .config import WorkerConfig
@@ -20,27 +19,20 @@ from .datapath import Movers
 from .engine import EngineRequest, Token
 from .engine_thread import Emission
 from .kinds import make_mover, usable
-from .paired import PairedShell
+from .paired import identity
+from .rooms import RoomsShell
 from .service import Generation
 from .shell import Parts
 
 
-class PrefillShell(PairedShell[PrefillNode]):
+class PrefillShell(RoomsShell[PrefillNode]):
     role = "prefill"
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
         super().__init__(parts)
         make = functools.partial(make_mover, config)
         self.movers = Movers(parts.instance, parts.dp, parts.pools, usable(config), make, self.post_soon)
-        me = Identity(
-            instance=parts.instance,
-            stamp=parts.stamp,
-            secret=config.secret,
-            shape=config.shape,
-            dp=parts.dp,
-            data=self.movers.offers,
-        )
-        self.node = PrefillNode(me, config.limits(parts.pages))
+        self.node = PrefillNode(identity(config, parts, self.movers.offers), config.limits(parts.pages))
 
     async def listen(self, host: str, port: int, tp: int) -> int:
         """The port of the control sessions of one of our ranks. Raises OSError where it is taken."""
@@ -87,28 +79,12 @@ class PrefillShell(PairedShell[PrefillNode]):
         if job is None:
             self.never_ran(effect.rid)
             return
-        job.cached_tokens = effect.cached_tokens
-        if effect.cached_tokens:
-            hit = f"{effect.cached_tokens} of {len(job.generation.prompt)} prompt tokens were in the prefix cache"
-            self.jobs.records.note(effect.rid, self._loop.time(), "cached", hit)
-        request = EngineRequest(
-            rid=effect.rid,
-            prompt=job.generation.prompt,
-            sampling=job.generation.sampling,
-            pages=list(effect.pages),
-            computed=effect.cached_tokens,
-            prefill_only=True,
-        )
-        self.run(request, job)
+        self.jobs.note_cached(job, effect.cached_tokens)
+        self.run(prefill_request(effect, job.generation), job)
 
     def _take(self, emission: Emission) -> None:
-        rid = emission.rid
-        if emission.computed:
-            self.post(Computed(rid=rid, tokens=emission.computed))
-        if emission.tokens and emission.finish not in ("abort", "error"):
-            self.post(sampled(rid, emission.tokens[0], emission.ended))
-        if emission.released:
-            self.post(Released(rid=rid, error=emission.error))
+        for fact in facts_of(emission):
+            self.post(fact)
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, FrameIn) and isinstance(event.frame, Grant):
@@ -125,8 +101,9 @@ class PrefillShell(PairedShell[PrefillNode]):
     def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
         told = super()._quarantine(owner, pages)
         record = self.jobs.records.get(Rid(owner))
-        room = record.room if record else None
-        return {**told, "rid": owner, "room": room, "grants": self.grants_of(room)}
+        if record is None:
+            return {**told, "rid": owner, "room": None, "grants": []}
+        return {**told, "rid": owner, "room": record.room, "grants": self.grants_of(record)}
 
     def role_figures(self) -> dict[str, int]:
         node = self.node
@@ -137,6 +114,30 @@ class PrefillShell(PairedShell[PrefillNode]):
             "tombstones": node.rooms.tombstones,
             "control_sessions": node.sessions.sessions,
         }
+
+
+def prefill_request(effect: RunPrefill, generation: Generation) -> EngineRequest:
+    return EngineRequest(
+        rid=effect.rid,
+        prompt=generation.prompt,
+        sampling=generation.sampling,
+        pages=list(effect.pages),
+        computed=effect.cached_tokens,
+        prefill_only=True,
+    )
+
+
+def facts_of(emission: Emission) -> list[Event]:
+    """What an emission of a prompt says to a prefill's core, in order."""
+    rid = emission.rid
+    facts: list[Event] = []
+    if emission.computed:
+        facts.append(Computed(rid=rid, tokens=emission.computed))
+    if emission.tokens and emission.finish not in ("abort", "error"):
+        facts.append(sampled(rid, emission.tokens[0], emission.ended))
+    if emission.released:
+        facts.append(Released(rid=rid, error=emission.error))
+    return facts
 
 
 def sampled(rid: Rid, token: Token, ended: str | None) -> Sampled:

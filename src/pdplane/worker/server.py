@@ -15,7 +15,7 @@ import msgspec
 import uvicorn
 
 from pdplane.core.ids import Instance, Rank, Shape
-from pdplane.core.layout import PROTOCOL_VERSION, Stamp
+from pdplane.core.layout import PARAMS, PROTOCOL_VERSION, ROOMS, Stamp
 from pdplane.core.slices import shard_bytes
 from pdplane.settings import BadSetting, flag_of
 from pdplane.transport.pool import PagePool
@@ -27,16 +27,20 @@ from .config import WorkerConfig
 from .decode import DecodeShell
 from .engine import Engine, ModelSpec, Tokenizer
 from .engine_thread import EngineThread
-from .group import AggregatedGroup, AnyGroup, DecodeGroup, PrefillGroup
+from .group import AggregatedGroup, DecodeGroup, PrefillGroup, RoomsGroup
 from .http.app import build_app
 from .http.connection import BoundedHttp
+from .params_decode import ParamsDecodeShell
+from .params_group import ParamsDecodeGroup, ParamsGroup, ParamsPrefillGroup
+from .params_prefill import ParamsPrefillShell
 from .prefill import PrefillShell
 from .registration import registered
 from .shell import Parts
 
 Loader = Callable[[WorkerConfig], tuple[Engine, Tokenizer]]
 Say = Callable[[str], None]
-AnyShell = PrefillShell | DecodeShell | AggregatedShell
+AnyShell = PrefillShell | DecodeShell | AggregatedShell | ParamsPrefillShell | ParamsDecodeShell
+AnyGroup = RoomsGroup | ParamsGroup
 
 MIB = 1024 * 1024
 KEEP_ALIVE_S = 120
@@ -125,7 +129,7 @@ def make_pools(config: WorkerConfig, model: ModelSpec) -> tuple[tuple[PagePool |
         raise BadSetting(f"--pool-mb {config.pool_mb}: the pools cannot be had: {error}; give less") from None
 
 
-def stamp_of(model: ModelSpec, policy: str) -> Stamp:
+def stamp_of(model: ModelSpec, policy: str, dialect: str = ROOMS) -> Stamp:
     return Stamp(
         model=model.name,
         weights=model.weights,
@@ -136,22 +140,30 @@ def stamp_of(model: ModelSpec, policy: str) -> Stamp:
         groups=model.groups,
         policy=policy,
         protocol_max=PROTOCOL_VERSION,
+        dialect=dialect,
     )
 
 
 def _parts(config: WorkerConfig, process: Instance, dp: int, model: ModelSpec, tokenizer: Tokenizer) -> Parts:
     instance = process if config.dp == 1 else Instance(f"{process}.{dp}")
     pools, pages = make_pools(config, model)
-    return Parts(instance, dp, model, stamp_of(model, config.decode_allocation_policy), pools, pages, tokenizer)
+    stamp = stamp_of(model, config.decode_allocation_policy, config.dialect)
+    return Parts(instance, dp, model, stamp, pools, pages, tokenizer)
 
 
 def _shell(config: WorkerConfig, parts: Parts) -> AnyShell:
-    """Raises BadSetting."""
-    if config.role == "prefill":
-        return PrefillShell(config, parts)
-    if config.role == "decode":
-        return DecodeShell(config, parts)
-    return AggregatedShell(config, parts)
+    """What this worker is: role and dialect are chosen here, once. Raises BadSetting."""
+    if config.role == "aggregated":
+        return AggregatedShell(config, parts)
+    return _SHELLS[config.dialect, config.role](config, parts)
+
+
+_SHELLS: dict[tuple[str, str], Callable[[WorkerConfig, Parts], AnyShell]] = {
+    (ROOMS, "prefill"): PrefillShell,
+    (ROOMS, "decode"): DecodeShell,
+    (PARAMS, "prefill"): ParamsPrefillShell,
+    (PARAMS, "decode"): ParamsDecodeShell,
+}
 
 
 def _give_engine(shell: AnyShell, engine: Engine) -> None:
@@ -161,24 +173,31 @@ def _give_engine(shell: AnyShell, engine: Engine) -> None:
 
 
 def _group(config: WorkerConfig, process: Instance, shells: Sequence[AnyShell]) -> AnyGroup:
-    if config.role == "prefill":
-        return PrefillGroup(config, process, [shell for shell in shells if isinstance(shell, PrefillShell)])
-    if config.role == "decode":
-        return DecodeGroup(config, process, [shell for shell in shells if isinstance(shell, DecodeShell)])
-    return AggregatedGroup(config, process, [shell for shell in shells if isinstance(shell, AggregatedShell)])
+    """One worker's shells are all of one kind."""
+    match shells[0]:
+        case PrefillShell():
+            return PrefillGroup(config, process, [shell for shell in shells if isinstance(shell, PrefillShell)])
+        case DecodeShell():
+            return DecodeGroup(config, process, [shell for shell in shells if isinstance(shell, DecodeShell)])
+        case ParamsPrefillShell():
+            held = [shell for shell in shells if isinstance(shell, ParamsPrefillShell)]
+            return ParamsPrefillGroup(config, process, held)
+        case ParamsDecodeShell():
+            read = [shell for shell in shells if isinstance(shell, ParamsDecodeShell)]
+            return ParamsDecodeGroup(config, process, read)
+        case _:
+            return AggregatedGroup(config, process, [shell for shell in shells if isinstance(shell, AggregatedShell)])
 
 
 async def _take_ports(stack: contextlib.AsyncExitStack, config: WorkerConfig, group: AnyGroup) -> dict[str, int]:
-    if isinstance(group, DecodeGroup):
+    if isinstance(group, DecodeGroup | ParamsDecodeGroup):
         tcp = [port for shell in group.shells for port in shell.landings.tcp_ports]
         return {"data": tcp[0]} if tcp else {}
+    if isinstance(group, ParamsPrefillGroup):  # a hand-off names its prefill itself: there is no registry
+        return {"control": (await _listen_all(config, group.shells))[Rank()]}
     if not isinstance(group, PrefillGroup):
         return {}
-    control = {
-        Rank(dp=dp, tp=tp): await _listen(shell, config, tp)
-        for dp, shell in enumerate(group.shells)
-        for tp in range(config.tp)
-    }
+    control = await _listen_all(config, group.shells)
     entry = await stack.enter_async_context(
         registered(
             config,
@@ -195,7 +214,16 @@ async def _take_ports(stack: contextlib.AsyncExitStack, config: WorkerConfig, gr
     return {"control": control[Rank()], "bootstrap": entry.bootstrap_port}
 
 
-async def _listen(shell: PrefillShell, config: WorkerConfig, tp: int) -> int:
+async def _listen_all(config: WorkerConfig, shells: Sequence[PrefillShell | ParamsPrefillShell]) -> dict[Rank, int]:
+    """The ports of the control sessions of every rank."""
+    return {
+        Rank(dp=dp, tp=tp): await _listen(shell, config, tp)
+        for dp, shell in enumerate(shells)
+        for tp in range(config.tp)
+    }
+
+
+async def _listen(shell: PrefillShell | ParamsPrefillShell, config: WorkerConfig, tp: int) -> int:
     """Where a port is given, ranks count up from it."""
     port = config.rank_port(config.control_port, Rank(dp=shell.parts.dp, tp=tp))
     try:
@@ -257,14 +285,18 @@ async def _until_asked(group: AnyGroup, asked: Asked) -> None:
 async def _drain(config: WorkerConfig, group: AnyGroup, asked: Asked, say: Say) -> None:
     """No new rooms; what runs may finish, for so long; what is left then is said and cut with an explicit error."""
     group.drain(f"the {config.role} worker is stopping")
-    if group.jobs:
+    if group.jobs or group.holds:
+        held = f" and {len(group.holds)} holds" if group.holds else ""
         say(
-            f"{config.role}: draining ({group.draining}), {len(group.jobs)} requests may finish within "
+            f"{config.role}: draining ({group.draining}), {len(group.jobs)} requests{held} may finish within "
             f"{config.shutdown_s:g} s; a second signal cuts them"
         )
     await _first_of(group.all_ended(), asked.cut.wait(), limit_s=config.shutdown_s)
-    if group.jobs:
-        say(f"{config.role}: {len(group.jobs)} requests cut: {', '.join(group.jobs)}")
+    if group.jobs or group.holds:
+        if group.jobs:
+            say(f"{config.role}: {len(group.jobs)} requests cut: {', '.join(group.jobs)}")
+        if group.holds:
+            say(f"{config.role}: {len(group.holds)} holds cut: {_holds(group)}")
         group.cut("the worker stopped before the request had ended")
         await asyncio.sleep(LAST_WORDS_S)
     say(f"{config.role}: {_left(group)}")
@@ -284,7 +316,12 @@ def _left(group: AnyGroup) -> str:
     """Pages that somebody still holds when the process goes, the prefix cache aside."""
     pages = group.figures()["pages"]
     held = [f"{count} pages {state}" for state, count in pages.items() if count and state not in ("free", "cached")]
-    return f"left: {', '.join(held)}" if held else "nothing is left"
+    holds = f" ({_holds(group)})" if group.holds else ""
+    return f"left: {', '.join(held)}{holds}" if held else "nothing is left"
+
+
+def _holds(group: AnyGroup) -> str:
+    return ", ".join(f"hold {hold['hold']} of {hold['rid']}, {hold['pages']} pages" for hold in group.holds)
 
 
 def _close_pools(parts: Parts) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from pdplane.core.errors import Cause, Refused
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid, Room
+from pdplane.wire.params import HandOff, KVTransferParams
 
 from .engine import Sampling, Token, Tokenizer
 
@@ -24,7 +25,8 @@ class Generation(msgspec.Struct, kw_only=True):
 
     `index` is its place in a batch, for messages. `deadline_s` is time left from now. `dp_rank`: the data parallel rank
     of this worker that the request names; `prefill_dp_rank`: that of the prefill (decode legs only); both only where
-    named. `page_keys`: of the prompt's full pages, where the service wants them.
+    named. `page_keys`: of the prompt's full pages, where the service wants them. `hand_off`: what is to be read for it
+    (decode legs of the params dialect).
     """
 
     rid: Rid
@@ -39,6 +41,7 @@ class Generation(msgspec.Struct, kw_only=True):
     priority: int = 0
     bootstrap_host: str = ""
     bootstrap_port: int | None = None
+    hand_off: HandOff | None = None
     deadline_s: float = 300.0
     index: int = 0
     page_keys: tuple[bytes, ...] = ()
@@ -49,7 +52,8 @@ class Generation(msgspec.Struct, kw_only=True):
 class Chunk(msgspec.Struct, kw_only=True):
     """A piece of a sample: text and the tokens behind it. The last one carries `finish_reason`.
 
-    `prompt_tokens`, `completion_tokens` and `cached_tokens` are totals so far.
+    `prompt_tokens`, `completion_tokens` and `cached_tokens` are totals so far. `held`: prefill's answer in the params
+    dialect, what decode is to be given.
     """
 
     text: str
@@ -59,17 +63,25 @@ class Chunk(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     finish_reason: str | None = None
     matched_stop: str | int | None = None
+    held: KVTransferParams | None = None
 
 
 class Stream:
     """One sample's chunks, in order, on the loop's thread. Ends after a chunk with a finish reason, or raises Refused.
 
-    Leaving early (`close`) is a cancel and calls `on_close` once; a stream that has ended ignores it.
+    Leaving early (`close`) is a cancel and calls `on_close` once; a stream that has ended ignores it. `unheard`:
+    whoever read it left before its answer was written, though the role may have said its last word.
     """
 
-    def __init__(self, rid: Rid, on_close: Callable[[Rid, Cause], None]) -> None:
+    def __init__(
+        self,
+        rid: Rid,
+        on_close: Callable[[Rid, Cause], None],
+        on_unheard: Callable[[Rid, Cause], None] | None = None,
+    ) -> None:
         self.rid = rid
         self._on_close = on_close
+        self._on_unheard = on_unheard
         self._queue: asyncio.Queue[Chunk | Cause] = asyncio.Queue()
         self._ended = False  # nothing more is taken from the role
         self._read_all = False  # nothing more is there to be read
@@ -96,6 +108,11 @@ class Stream:
             self._ended = True
             self._on_close(self.rid, cause)
 
+    def unheard(self, cause: Cause) -> None:
+        if self._ended and self._on_unheard is not None:
+            self._on_unheard(self.rid, cause)
+        self.close(cause)
+
     def __aiter__(self) -> Stream:
         return self
 
@@ -114,6 +131,7 @@ class Service(Protocol):
     """A worker's role, as its HTTP edge sees it. All calls on the loop's thread; none blocks."""
 
     role: str  # "prefill" | "decode" | "aggregated"
+    dialect: str  # "rooms" | "params"
     model_name: str
     tokenizer: Tokenizer
     context_len: int

@@ -205,7 +205,7 @@ class Shell(Generic[N]):
 
     def accept(self, generation: Generation) -> Stream:
         """A refusal is the stream's own."""
-        stream = Stream(generation.rid, self._closed)
+        stream = Stream(generation.rid, self._closed, self._unheard)
         if self.broken:
             stream.fail(unavailable("worker_broken", f"this worker broke: {self.broken}", side=self.role))
             return stream
@@ -231,6 +231,9 @@ class Shell(Generic[N]):
         self.post(Cancel(rid, cause))
         self.jobs.drop(rid, cause.code)
 
+    def _unheard(self, rid: Rid, cause: Cause) -> None:
+        """The client of an answer that was complete left before it was written."""
+
     def abort(self, rid: str, room: int | None = None, cause: Cause | None = None) -> int:
         return self._abort(self.jobs.named(rid, room), cause or aborted(self.role))
 
@@ -242,10 +245,19 @@ class Shell(Generic[N]):
             self.post(Cancel(rid, cause))
         return len(rids)
 
+    @property
+    def under_way(self) -> int:
+        """What a drain waits for."""
+        return len(self.jobs)
+
+    async def all_ended(self) -> None:
+        """Returns when no client waits for anything, and nothing is kept for one."""
+        await self.jobs.all_ended()
+
     def legs(self, key: str) -> list[dict[str, Any]]:
         """The records of this group's legs by rid, request id or room."""
         return [
-            {**describe(record), "held_pages": self.held(record), "grants": self.grants_of(record.room)}
+            {**describe(record), "held_pages": self.held(record), "grants": self.grants_of(record)}
             for record in self.jobs.records.find(key)
         ]
 
@@ -253,7 +265,7 @@ class Shell(Generic[N]):
         """Pages by state."""
         return self.node.ledger.held_by(Owner(record.rid))
 
-    def grants_of(self, room: Room | None) -> list[dict[str, Any]]:
+    def grants_of(self, record: LegRecord) -> list[dict[str, Any]]:
         return []
 
     def quarantined(self) -> list[dict[str, Any]]:

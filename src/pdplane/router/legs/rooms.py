@@ -56,20 +56,29 @@ def _room_at(bits: int, rank: int, size: int) -> Room:
     return Room(room or size)
 
 
-def mint_rids(request_id: str, samples: int, attempt: int) -> tuple[Rid, ...]:
-    """``<request>.<sample>.<attempt>``."""
+def mint_rooms_for(prefill: Worker, samples: int) -> tuple[tuple[Room, ...], tuple[int, ...]]:
+    """A room per sample, and the ranks of `prefill` that they are for; no ranks where it has but one."""
+    loads = prefill.ranks
+    if loads is None:
+        return mint_rooms(samples), ()
+    ranks = loads.take(samples, together=prefill.pins_ranks)
+    return mint_rooms_at(ranks, len(loads.loads)), ranks
+
+
+def mint_rids(request_id: str, samples: int, attempt: int, sample: int = 0) -> tuple[Rid, ...]:
+    """``<request>.<sample>.<attempt>``; a single one is `sample`'s."""
     if samples == 1:
-        return (Rid(f"{request_id}.0.{attempt}"),)
+        return (Rid(f"{request_id}.{sample}.{attempt}"),)
     return tuple([Rid(f"{request_id}.{sample}.{attempt}") for sample in range(samples)])
 
 
-def paired(body: Body, prefill: Worker | None, rooms: tuple[Room, ...], rids: tuple[Rid, ...]) -> bytes:
-    """The body of both legs; `prefill` None: of an aggregated worker, with rids alone.
+def alone(body: Body, rids: tuple[Rid, ...]) -> bytes:
+    """The body for a worker that does both."""
+    return b'%b"rid":%b}' % (body.prefix, _encode(rids[0] if body.samples == 1 else rids))
 
-    A single sample is scalar, several are lists of equal length.
-    """
-    if prefill is None:
-        return b'%b"rid":%b}' % (body.prefix, _encode(rids[0] if body.samples == 1 else rids))
+
+def paired(body: Body, prefill: Worker, rooms: tuple[Room, ...], rids: tuple[Rid, ...]) -> bytes:
+    """The body of both legs. A single sample is scalar, several are lists of equal length."""
     if body.samples == 1:
         return b'%b%b%d,"rid":"%b"}' % (body.prefix, prefill.bootstrap, rooms[0], rids[0].encode())
     count = body.samples

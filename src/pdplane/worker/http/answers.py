@@ -6,9 +6,11 @@ import time
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pdplane.core.ids import Rid
 from pdplane.wire.openai import Usage, usage
+from pdplane.wire.params import KVTransferParams
 
 from ..engine import Token, Tokenizer
 from ..service import Chunk
@@ -18,7 +20,8 @@ DONE = b"data: [DONE]\n\n"
 
 class Heading(msgspec.Struct, kw_only=True):
     """What an answer says of its request. `rids` has one entry per sample, `prompt_tokens` one per prompt; `samples` is
-    n. `single`: neither a batch nor n > 1. `token_texts`: /generate spells its tokens in logprob lists."""
+    n. `single`: neither a batch nor n > 1. `token_texts`: /generate spells its tokens in logprob lists.
+    `prompts`: their token ids, where the answer is to say them."""
 
     id: str
     model: str
@@ -30,6 +33,7 @@ class Heading(msgspec.Struct, kw_only=True):
     include_usage: bool
     single: bool
     token_texts: bool = False
+    prompts: list[list[int]] | None = None
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
@@ -45,6 +49,7 @@ class Sample:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.matched_stop: str | int | None = None
+        self.held: KVTransferParams | None = None
         self.begun = False
 
     def add(self, chunk: Chunk) -> None:
@@ -55,6 +60,7 @@ class Sample:
         self.cached_tokens = chunk.cached_tokens
         self.finish_reason = chunk.finish_reason
         self.matched_stop = chunk.matched_stop
+        self.held = chunk.held
 
     @property
     def text(self) -> str:
@@ -91,6 +97,15 @@ def usage_of(heading: Heading, samples: list[Sample]) -> Usage:
         sum(sample.completion_tokens for sample in samples),
         sum(sample.cached_tokens for sample in samples[:: heading.samples]),
     )
+
+
+def held_of(samples: list[Sample]) -> KVTransferParams | UnsetType:
+    """What prefill's answer names; it has one sample."""
+    return samples[0].held or UNSET
+
+
+def ids_of(heading: Heading, tokens: list[Token]) -> list[int] | UnsetType:
+    return [token.id for token in tokens] if heading.prompts is not None else UNSET
 
 
 def event(payload: msgspec.Struct) -> bytes:

@@ -29,6 +29,7 @@ def build_app(service: Service, settings: HttpSettings | None = None) -> Starlet
             Route("/v1/chat/completions", Inference("chat", service, settings), methods=["POST"]),
             Route("/v1/completions", Inference("completions", service, settings), methods=["POST"]),
             Route("/abort_request", operations.abort, methods=["POST"]),
+            Route("/v1/kv/release", operations.release_holds, methods=["POST"]),
             Route("/drain", operator.drain, methods=["POST"]),
             Route("/release", operator.release, methods=["POST"]),
             Route("/v1/models", operations.models),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pdplane.wire.openai import (
     ChatChoice,
@@ -20,7 +20,7 @@ from pdplane.wire.openai import (
 
 from ..engine import Token, Tokenizer
 from ..service import Chunk
-from .answers import DONE, Heading, Sample, event, samples_of, usage_of
+from .answers import DONE, Heading, Sample, event, held_of, ids_of, samples_of, usage_of
 
 
 class ChatAnswer:
@@ -34,11 +34,13 @@ class ChatAnswer:
         events = []
         if sample.index not in self._greeted:
             self._greeted.add(sample.index)
-            events.append(self._event(ChatChunkChoice(index=sample.index, delta=Delta(role="assistant", content=""))))
-        logprobs = self._logprobs(chunk.tokens)
-        if chunk.text or logprobs is not None:
+            greeting = ChatChunkChoice(index=sample.index, delta=Delta(role="assistant", content=""))
+            events.append(self._event(greeting, prompt=self._prompt()))
+        logprobs, ids = self._logprobs(chunk.tokens), ids_of(self._heading, chunk.tokens)
+        if chunk.text or ids or logprobs is not None:
             delta = Delta(content=chunk.text)
-            events.append(self._event(ChatChunkChoice(index=sample.index, delta=delta, logprobs=logprobs)))
+            choice = ChatChunkChoice(index=sample.index, delta=delta, logprobs=logprobs, token_ids=ids)
+            events.append(self._event(choice))
         if chunk.finish_reason is not None:
             last = ChatChunkChoice(
                 index=sample.index,
@@ -62,8 +64,13 @@ class ChatAnswer:
                 model=self._heading.model,
                 choices=[self._choice(sample) for sample in self.samples],
                 usage=usage_of(self._heading, self.samples),
+                prompt_token_ids=self._prompt(),
+                kv_transfer_params=held_of(self.samples),
             )
         )
+
+    def _prompt(self) -> list[int] | UnsetType:
+        return self._heading.prompts[0] if self._heading.prompts else UNSET
 
     def _choice(self, sample: Sample) -> ChatChoice:
         return ChatChoice(
@@ -72,9 +79,12 @@ class ChatAnswer:
             logprobs=self._logprobs(sample.tokens) or (ChatLogprobs(content=[]) if self._heading.logprobs else None),
             finish_reason=sample.finish_reason,
             matched_stop=sample.matched_stop,
+            token_ids=ids_of(self._heading, sample.tokens),
         )
 
-    def _event(self, choice: ChatChunkChoice | None, usage: Usage | None = None) -> bytes:
+    def _event(
+        self, choice: ChatChunkChoice | None, usage: Usage | None = None, prompt: list[int] | UnsetType = UNSET
+    ) -> bytes:
         return event(
             ChatChunk(
                 id=self._heading.id,
@@ -82,6 +92,7 @@ class ChatAnswer:
                 model=self._heading.model,
                 choices=[] if choice is None else [choice],
                 usage=usage if self._heading.include_usage else UNSET,
+                prompt_token_ids=prompt,
             )
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pdplane.wire.openai import Completion, CompletionChoice, CompletionLogprobs, Usage
 
 from ..engine import Token, Tokenizer
 from ..service import Chunk
-from .answers import DONE, Heading, Sample, event, samples_of, usage_of
+from .answers import DONE, Heading, Sample, event, held_of, ids_of, samples_of, usage_of
 
 _CONTINUATION = 0b10
 
@@ -19,17 +19,21 @@ class CompletionAnswer:
         self._heading = heading
         self.samples = samples_of(heading)
         self._offsets = [0] * len(self.samples)
+        self._greeted = [False] * len(self.samples)
 
     def events(self, sample: Sample, chunk: Chunk) -> list[bytes]:
-        logprobs = self._logprobs(sample.index, chunk.tokens)
-        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+        logprobs, ids = self._logprobs(sample.index, chunk.tokens), ids_of(self._heading, chunk.tokens)
+        if not chunk.text and not ids and logprobs is None and chunk.finish_reason is None:
             return []
+        greeted, self._greeted[sample.index] = self._greeted[sample.index], True
         choice = CompletionChoice(
             index=sample.index,
             text=chunk.text,
             logprobs=logprobs,
             finish_reason=chunk.finish_reason,
             matched_stop=UNSET if chunk.finish_reason is None else chunk.matched_stop,
+            prompt_token_ids=UNSET if greeted else self._prompt(sample),
+            token_ids=ids,
         )
         return [event(self._completion([choice], None))]
 
@@ -40,7 +44,12 @@ class CompletionAnswer:
 
     def body(self) -> bytes:
         completion = self._completion([self._choice(sample) for sample in self.samples], None)
-        return msgspec.json.encode(msgspec.structs.replace(completion, usage=usage_of(self._heading, self.samples)))
+        usage, held = usage_of(self._heading, self.samples), held_of(self.samples)
+        return msgspec.json.encode(msgspec.structs.replace(completion, usage=usage, kv_transfer_params=held))
+
+    def _prompt(self, sample: Sample) -> list[int] | UnsetType:
+        prompts = self._heading.prompts
+        return UNSET if prompts is None else prompts[sample.index // self._heading.samples]
 
     def _choice(self, sample: Sample) -> CompletionChoice:
         return CompletionChoice(
@@ -49,6 +58,8 @@ class CompletionAnswer:
             logprobs=self._logprobs(sample.index, sample.tokens),
             finish_reason=sample.finish_reason,
             matched_stop=sample.matched_stop,
+            prompt_token_ids=self._prompt(sample),
+            token_ids=ids_of(self._heading, sample.tokens),
         )
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:

@@ -44,7 +44,7 @@ class Exchange:
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._close(client_left(self._side))
+            self._leave(client_left(self._side), heard=work.done())
             await _end(work, gone)
         if not work.cancelled():
             work.result()
@@ -111,6 +111,10 @@ class Exchange:
             return
         await self._write(error_event(cause))
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _leave(self, cause: Cause, *, heard: bool) -> None:
+        for stream in self._streams:
+            stream.close(cause) if heard else stream.unheard(cause)
 
     def _close(self, cause: Cause) -> None:
         for stream in self._streams:

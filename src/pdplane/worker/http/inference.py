@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pdplane.core.errors import Cause, Refused, deadline
-from pdplane.core.ids import Room
 
 from ..service import Service
 from .exchange import Exchange, error_response
 from .intake import Job, read_job
-from .pairing import check_request_id, rooms_of
+from .legs import legs_of
+from .pairing import check_request_id
 from .receiving import ClientGone, deadline_of, read_body
 from .settings import HttpSettings
 
 
 @runtime_checkable
 class ToldOfRefusals(Protocol):
-    """A service with a peer that waits for its legs."""
+    """A service with peers that wait for its legs, or hold something for them."""
 
-    def leg_refused(self, room: Room, cause: Cause) -> None: ...
+    def named_in(self, body: bytes) -> Sequence[Any]:
+        """The legs that a refused body names, as far as they can be read. Any thread."""
+        ...
+
+    def leg_refused(self, leg: Any, cause: Cause) -> None: ...
 
 
 class Inference:
@@ -34,6 +39,7 @@ class Inference:
         self._endpoint = endpoint
         self._service = service
         self._settings = settings
+        self._legs = legs_of(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
@@ -66,19 +72,19 @@ class Inference:
         return job
 
     async def _tell_peers(self, body: bytes, cause: Cause) -> None:
-        """A refused leg of a pair: who waits for it at the other end hears why, as far as the body names its rooms."""
+        """A refused leg of a pair: who waits for it at the other end hears why, as far as the body names the pair."""
         if not isinstance(self._service, ToldOfRefusals):
             return
         if len(body) <= self._settings.inline_body_bytes:
-            rooms = rooms_of(body)
+            legs = self._service.named_in(body)
         else:
-            rooms = await asyncio.get_running_loop().run_in_executor(None, rooms_of, body)
-        for room in rooms:
-            self._service.leg_refused(room, cause)
+            legs = await asyncio.get_running_loop().run_in_executor(None, self._service.named_in, body)
+        for leg in legs:
+            self._service.leg_refused(leg, cause)
 
     async def _read(self, body: bytes, request_id: str | None) -> Job:
         """Off the loop where it may take long (rule 6)."""
         if len(body) <= self._settings.inline_body_bytes:
-            return read_job(self._endpoint, body, request_id, self._service)
+            return read_job(self._endpoint, body, request_id, self._service, self._legs)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, read_job, self._endpoint, body, request_id, self._service)
+        return await loop.run_in_executor(None, read_job, self._endpoint, body, request_id, self._service, self._legs)

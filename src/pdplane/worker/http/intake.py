@@ -16,6 +16,7 @@ from pdplane.wire.body import decode_object, invalid
 from pdplane.wire.generate import read_generate
 from pdplane.wire.legs import LegFields
 from pdplane.wire.openai import read_chat, read_completion
+from pdplane.wire.params import FIELD as KV_PARAMS
 from pdplane.wire.sampling import Ask
 
 from ..engine import Sampling
@@ -25,9 +26,9 @@ from .answers import Answer, Heading
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .generate import GenerateAnswer
-from .pairing import SampleName, Side, name_samples
+from .legs import Legs
+from .pairing import SampleName
 from .prompts import Prompt, check_length, check_text, conversation, tokens_of
-from .ranks import check_policy, named_ranks
 
 MAX_SAMPLES_AT_ONCE = 1024
 
@@ -50,6 +51,7 @@ class _Wanted(msgspec.Struct):
     include_usage: bool = False
     single: bool = True
     token_texts: bool = False
+    token_ids: bool = False
 
 
 class _Known(NamedTuple):
@@ -60,24 +62,23 @@ class _Known(NamedTuple):
     page_keys: tuple[bytes, ...]
 
 
-def read_job(endpoint: str, body: bytes, request_id: str | None, service: Service) -> Job:
+def read_job(endpoint: str, body: bytes, request_id: str | None, service: Service, legs: Legs) -> Job:
     """Raises Refused (400, 404). `endpoint`: "chat" | "completions" | "generate". `request_id`: the client's."""
     wanted = _READERS[endpoint](decode_object(body), service)
+    if (reused := legs.prompt(endpoint, wanted.fields)) is not None:
+        wanted.prompts = [Prompt(f"{KV_PARAMS}.prompt_token_ids", reused)]
     _check_count(len(wanted.prompts), wanted.asks[0].n)
     prompts = [_known(prompt, service) for prompt in wanted.prompts]
     samplings = [_sampling(ask, len(known.ids), service) for ask, known in zip(wanted.asks, prompts, strict=True)]
     n, fields = wanted.asks[0].n, wanted.fields
-    ranks = named_ranks(fields, service.role)
-    named = name_samples(fields, len(prompts) * n, request_id, Side(service.role, service.default_bootstrap_port))
-    if service.role != "aggregated":
-        check_policy(fields.decode_allocation_policy, service.policy)
+    named = legs.name(fields, len(prompts) * n, request_id)
     generations = [
         _generation(i, name, named.request_id, prompts[i // n], samplings[i // n], wanted.asks[i // n], i % n)
         for i, name in enumerate(named.samples)
     ]
     for generation in generations:
-        generation.dp_rank, generation.prefill_dp_rank = ranks
         generation.priority = fields.priority or 0
+    legs.bind(endpoint, fields, generations, stream=wanted.stream)
     heading = Heading(
         id=named.request_id,
         model=service.model_name,
@@ -89,6 +90,7 @@ def read_job(endpoint: str, body: bytes, request_id: str | None, service: Servic
         include_usage=wanted.include_usage,
         single=wanted.single and n == 1,
         token_texts=wanted.token_texts,
+        prompts=[known.ids for known in prompts] if wanted.token_ids else None,
     )
     return Job(named.request_id, generations, wanted.answer(heading), wanted.stream)
 
@@ -98,7 +100,15 @@ def _chat(raw: dict[str, object], service: Service) -> _Wanted:
     _check_model(request.model, service)
     ask = request.ask()
     prompt = conversation(request.turns(), add_generation_prompt=request.add_generation_prompt is not False)
-    return _Wanted([prompt], [ask], request, bool(request.stream), ChatAnswer, request.include_usage)
+    return _Wanted(
+        [prompt],
+        [ask],
+        request,
+        bool(request.stream),
+        ChatAnswer,
+        request.include_usage,
+        token_ids=bool(request.return_token_ids),
+    )
 
 
 def _completions(raw: dict[str, object], service: Service) -> _Wanted:
@@ -108,7 +118,15 @@ def _completions(raw: dict[str, object], service: Service) -> _Wanted:
     given = request.prompts()
     prompts = [Prompt("prompt", item, index if len(given) > 1 else None) for index, item in enumerate(given)]
     asks = [ask] * len(prompts)
-    return _Wanted(prompts, asks, request, bool(request.stream), CompletionAnswer, request.include_usage)
+    return _Wanted(
+        prompts,
+        asks,
+        request,
+        bool(request.stream),
+        CompletionAnswer,
+        request.include_usage,
+        token_ids=bool(request.return_token_ids),
+    )
 
 
 def _generate(raw: dict[str, object], service: Service) -> _Wanted:

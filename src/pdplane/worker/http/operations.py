@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, client_left
+from pdplane.core.errors import CLIENT_CLOSED, Cause, Refused, bad_request, client_left
 from pdplane.core.ids import BadRoom, Rid, parse_room
+from pdplane.core.layout import PARAMS
 from pdplane.wire.body import convert, decode_object, invalid
 from pdplane.wire.openai import Model, ModelList
 
@@ -41,6 +43,15 @@ class Probed(Protocol):
         ...
 
 
+@runtime_checkable
+class Holding(Protocol):
+    """A service that holds KV for readers elsewhere (prefill, params dialect)."""
+
+    def release_holds(self, rids: Sequence[str], cause: Cause) -> tuple[list[str], list[str]]:
+        """(released, unknown), by exact name. Idempotent."""
+        ...
+
+
 class AbortCause(msgspec.Struct, frozen=True, kw_only=True):
     """Why whoever aborts does so: the first cause crosses to this side's record."""
 
@@ -55,6 +66,13 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     cause: AbortCause | None = None
 
 
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`request_ids`: each the remote_request_id of a hand-off."""
+
+    request_ids: list[str]
+    cause: AbortCause | None = None
+
+
 class Operations:
     def __init__(self, service: Service, settings: HttpSettings) -> None:
         self._service = service
@@ -65,6 +83,19 @@ class Operations:
         try:
             body = await read_body(request.headers, request.receive, ABORT_BODY_BYTES)
             return json_response({"aborted": self._abort(convert(decode_object(body), AbortRequest))})
+        except Refused as refused:
+            return error_response(refused.cause)
+        except ClientGone:
+            return Response(status_code=400)
+
+    async def release_holds(self, request: Request) -> Response:
+        """Whoever was to read what prefill holds will not: it lets go at once. An unknown name is a visible no-op."""
+        try:
+            if not isinstance(self._service, Holding):
+                raise Refused(self._holds_nothing())
+            body = await read_body(request.headers, request.receive, ABORT_BODY_BYTES)
+            released, unknown = self._release(self._service, convert(decode_object(body), ReleaseRequest))
+            return json_response({"released": released, "unknown": unknown})
         except Refused as refused:
             return error_response(refused.cause)
         except ClientGone:
@@ -137,12 +168,26 @@ class Operations:
             raise invalid(str(error), "room", code="invalid_room") from None
         return self._service.abort(asked.rid, room, _cause(asked.cause))
 
+    def _release(self, service: Holding, asked: ReleaseRequest) -> tuple[list[str], list[str]]:
+        """Raises Refused (400): no name, or an empty one."""
+        if not asked.request_ids or "" in asked.request_ids:
+            text = "request_ids must name what is held: the remote_request_id of each kv_transfer_params"
+            raise invalid(text, "request_ids")
+        text = "prefill was told by a release call that nobody would read this; ask prefill again"
+        cause = _cause(asked.cause) or Cause("released", text, 409, retryable=True, side="router")
+        return service.release_holds(list(dict.fromkeys(asked.request_ids)), cause)
+
+    def _holds_nothing(self) -> Cause:
+        role, dialect = self._service.role, self._service.dialect
+        text = f"this is a {role} worker of dialect {dialect}: it holds nothing; ask a prefill worker of dialect params"
+        return bad_request(text, code="holds_nothing")
+
     async def _probe(self) -> bool:
         """True where a token was generated, False where this role cannot without a pair. Raises Refused."""
         if isinstance(self._service, Probed):
             await self._service.probe()
             return True
-        if self._service.role != "aggregated":
+        if not self._alone:
             return False
         name = f"health-{uuid.uuid4().hex}"
         prompt = self._service.tokenizer.encode("a")[:1]
@@ -161,6 +206,12 @@ class Operations:
         finally:
             stream.close(client_left(self._service.role))
         return True
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this worker computes a prompt and goes on from there, with nobody else."""
+        service = self._service
+        return service.role == "aggregated" or (service.role == "decode" and service.dialect == PARAMS)
 
     def _model(self) -> Model:
         name = self._service.model_name

@@ -26,10 +26,7 @@ _ATTEMPT = re.compile(r"(?P<request>.+)\.[0-9]+\.[0-9]+", re.DOTALL)
 class Side(NamedTuple):
     role: str
     default_port: int | None
-
-    @property
-    def paired(self) -> bool:
-        return self.role != "aggregated"
+    by_room: bool = False
 
 
 class SampleName(NamedTuple):
@@ -45,10 +42,10 @@ class Named(NamedTuple):
 
 
 def name_samples(fields: LegFields, count: int, label: str | None, side: Side) -> Named:
-    """`label`: the client's own id for the request. Raises Refused (400). An aggregated worker does not look at the
-    bootstrap fields."""
+    """`label`: the client's own id for the request. Raises Refused (400). Only where legs go by room the bootstrap
+    fields are looked at."""
     request, rids = _rids(fields.rid, count, label)
-    if not side.paired:
+    if not side.by_room:
         return Named(request, [SampleName(rid) for rid in rids])
     rooms = _rooms(fields.bootstrap_room, count, side.role)
     hosts = [_host(value, side.role) for value in _spread(fields.bootstrap_host, count, "bootstrap_host")]
