@@ -8,7 +8,7 @@ DECODE ?= 1
 SEEDS ?= 5000
 
 .PHONY: serve test check sim bench bench-engine bench-handoff bench-equality bench-cancel bench-router bench-registry \
-        bench-transport interop-sglang trials trial-kill trial-drain trial-transfer trial-field docs clean install
+        bench-transport bench-dialects interop-sglang interop-vllm trials trial-kill trial-drain trial-transfer trial-field docs clean install
 
 serve: $(VENV)/.installed
 	$(BIN)/pdplane model install
@@ -36,6 +36,10 @@ bench-handoff bench-equality bench-cancel: bench-%: $(VENV)/.installed
 	$(BIN)/pdplane model install
 	$(BIN)/python benchmarks/$*.py
 
+bench-dialects: $(VENV)/.installed
+	$(BIN)/pdplane model install
+	PYTHONPATH=benchmarks:benchmarks/interop_vllm $(BIN)/python benchmarks/dialects.py
+
 bench-router: $(VENV)/.installed .bench-venv/.installed
 	$(BIN)/python benchmarks/router.py
 
@@ -48,6 +52,11 @@ bench-transport: $(VENV)/.installed .bench-transport-venv/.installed
 interop-sglang: $(VENV)/.installed .interop-sglang-venv/.installed
 	$(BIN)/python benchmarks/interop_sglang/run.py
 
+# Real vLLM on the CPU: 3.5 GB of packages, 12 GB of memory, about 15 minutes; not part of any other target.
+interop-vllm: $(VENV)/.installed .interop-vllm-venv/.installed .interop-vllm-router-venv/.installed
+	$(BIN)/pdplane model install
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/interop_vllm/run.py $(ARGS)
+
 trials: trial-kill trial-drain trial-transfer trial-field
 
 trial-kill trial-drain trial-transfer trial-field: trial-%: $(VENV)/.installed
@@ -58,7 +67,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .bench-venv .bench-transport-venv .interop-sglang-venv build dist src/*.egg-info
+	rm -rf $(VENV) .bench-venv .bench-transport-venv .interop-sglang-venv .interop-vllm-venv .interop-vllm-router-venv build dist src/*.egg-info
 
 install: $(VENV)/.installed
 
@@ -97,4 +106,18 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(PYTHON) -m venv .bench-transport-venv
 	.bench-transport-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  -r benchmarks/requirements-transport.txt
+	@touch $@
+
+# Real vLLM on a CPU with NIXL: 3.5 GB, and some minutes.
+.interop-vllm-venv/.installed:
+	$(PYTHON) -m venv .interop-vllm-venv
+	.interop-vllm-venv/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-vllm.txt
+	.interop-vllm-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	.interop-vllm-venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.interop-vllm-router-venv/.installed:
+	$(PYTHON) -m venv .interop-vllm-router-venv
+	.interop-vllm-router-venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r benchmarks/requirements-vllm-router.txt
 	@touch $@

@@ -21,7 +21,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     matched_stop: str | int | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    token_ids: list[int] = []  # /generate only
+    token_ids: list[int] = []  # where the answer shows them
     error: str = ""
 
 
@@ -98,6 +98,7 @@ def _take_choices(answer: Answer, payload: dict[str, Any]) -> None:
     for choice in payload["choices"]:
         said = choice.get("message") or choice.get("delta") or choice
         outcome.text += said.get("text", said.get("content")) or ""
+        outcome.token_ids = outcome.token_ids + (choice.get("token_ids") or [])
         if choice["finish_reason"] is not None:
             outcome.finish_reason = choice["finish_reason"]
             outcome.matched_stop = choice.get("matched_stop")

@@ -25,6 +25,24 @@ class Request(msgspec.Struct, kw_only=True):
     new_tokens: int
 
 
+def as_completion(request: Request) -> Request:
+    """The same asked of /v1/completions, where /generate is not served; token ids are told there too."""
+    if request.endpoint != "generate":
+        return request
+    asked = request.body
+    sampling = dict(asked["sampling_params"])
+    body = {
+        "prompt": asked["text"] if "text" in asked else asked["input_ids"],
+        "max_tokens": sampling.pop("max_new_tokens"),
+        "stream": bool(asked.get("stream")),
+        "return_token_ids": True,
+        **sampling,
+    }
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    return msgspec.structs.replace(request, endpoint="completions", body=body)
+
+
 async def answers(requests: Sequence[Request], url: str, concurrency: int, title: str) -> list[Answer]:
     """In the order of `requests`, with progress on stderr."""
     found: dict[int, Answer] = {}

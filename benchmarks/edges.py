@@ -7,6 +7,7 @@ half of those pages and half a page more. Between the three nothing runs, so tha
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from comparing import PAGE, Request
@@ -17,7 +18,8 @@ HITS = ("no", "full", "partial")
 
 
 class Edges:
-    """`waves[hit]` are requests, `hits[hit]` the cached tokens that each must report."""
+    """`waves[hit]` are requests, `hits[hit]` the cached tokens that each must report. `decode_hits[hit]`: of how many
+    one decode that met them all has pages already, where it computes nothing of a prompt: all of them, or some."""
 
     def __init__(self, pages: Sequence[int], seed: int) -> None:
         writer = Writer(tokenizer(), random.Random(f"edges {seed}"))
@@ -25,9 +27,11 @@ class Edges:
         other = [_partly(prompt, writer) for prompt in first]
         self.waves: dict[str, list[Request]] = {}
         self.hits: dict[str, list[int]] = {}
+        self.decode_hits: dict[str, Counter[str]] = {}
         for hit, prompts in zip(HITS, (first, first, other), strict=True):
             self.waves[hit] = [_request(place, hit, prompt) for place, prompt in enumerate(prompts)]
             self.hits[hit] = [_cached(hit, len(prompt)) for prompt in prompts]
+            self.decode_hits[hit] = Counter(kind for prompt in prompts if (kind := _at_decode(hit, len(prompt))))
 
     @property
     def requests(self) -> list[Request]:
@@ -62,6 +66,12 @@ def _cached(hit: str, length: int) -> int:
     """Never the whole prompt: the last token is always computed."""
     pages = {"no": 0, "full": (length - 1) // PAGE, "partial": _shared_pages(length)}[hit]
     return pages * PAGE
+
+
+def _at_decode(hit: str, length: int) -> str:
+    """The row brings the first token, so a prompt that ends with a page may be there whole."""
+    pages = {"no": 0, "full": length // PAGE, "partial": _shared_pages(length)}[hit]
+    return "full" if pages * PAGE == length else "partial" if pages else ""
 
 
 def _request(place: int, hit: str, prompt: list[int]) -> Request:

@@ -7,7 +7,8 @@ each fleet of the matrix answers the same requests, many at once. Text, finish r
 the dialect shows them, token ids must be equal; cached tokens must be what a prefix cache can give, and where the hit
 is known, exactly that; and the fleet must be back at its idle figures. `edges` are prompts around page edges with no,
 full and partial prefix hits; `tight` are pools so small that requests must be retracted: a fleet that retracted none
-has failed. MATRIX=full in the environment is --matrix full. Exit status 1 where anything differs.
+has failed. MATRIX=full in the environment is --matrix full, DIALECT=params is --matrix params: fleets in which decode
+pulls, with the prefix cache on and off. Exit status 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import dataclasses
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import tight
 from asking import Answer, Outcome, client
 from cases import Case, finish_bodies, make_cases, mix
-from comparing import Request, answers, differences, false_hits
+from comparing import Request, answers, as_completion, differences, false_hits
 from edges import HITS, Edges
 from fleet import Fleet, fleet
 from idle import errors_logged, wait_idle
-from matrix import MATRICES, Cell, Matrix, expected_s
+from matrix import MATRICES, PARAMS, Cell, Matrix, expected_s
 
 IDLE_LIMIT_S = 5.0
 ENOUGH = 16  # requests from which on every dp group must have had one
@@ -38,9 +40,11 @@ class Questions:
 
     def __init__(self, matrix: Matrix, kinds: Collection[str], seed: int) -> None:
         self.kinds = kinds
+        self.asked_as = _as_it_is if matrix.generate else as_completion
         self.cases = make_cases(matrix.prompts, seed, matrix.longest)
         self.edges = Edges(matrix.edges, seed)
-        self.tight = tight.make_requests(seed)
+        self.edges.waves = {hit: list(map(self.asked_as, wave)) for hit, wave in self.edges.waves.items()}
+        self.tight = [self.asked_as(one) for one in tight.make_requests(seed)]
         self.prompts: list[Request] = []
         self.expected: dict[str, list[Outcome]] = {}
 
@@ -60,7 +64,7 @@ class Questions:
         if "prompts" in self.kinds:
             async with client(1) as http:
                 await finish_bodies(self.cases, http, url)
-            asked["prompts"] = self.prompts = [_request(case) for case in self.cases]
+            asked["prompts"] = self.prompts = [self.asked_as(_request(case)) for case in self.cases]
         for name, requests in asked.items():
             got = await answers(requests, url, 1, f"aggregated, {name}")
             self.expected[name] = [answer.outcome for answer in got]
@@ -73,6 +77,10 @@ class Questions:
             return sum(case.tokens for case in self.cases), 9 * len(self.cases)
         requests = self.tight if asks == "tight" else self.edges.requests
         return sum(one.prompt_tokens for one in requests), sum(one.new_tokens for one in requests)
+
+
+def _as_it_is(request: Request) -> Request:
+    return request
 
 
 def _request(case: Case) -> Request:
@@ -141,13 +149,15 @@ def _run(cell: Cell, questions: Questions) -> Verdict:
 
 def _ask_prompts(made: Fleet, questions: Questions, verdict: Verdict) -> None:
     got = _compare(made, verdict, questions.prompts, questions.expected["prompts"])
-    _check_links(made, got[-1], verdict)
+    _check_links(made, got, verdict)
     _check_groups(made, verdict)
 
 
 def _ask_edges(made: Fleet, questions: Questions, verdict: Verdict) -> None:
+    expected: Counter[str] = Counter()
     for hit in HITS:
         wave, hits = questions.edges.waves[hit], questions.edges.hits[hit]
+        hits = hits if verdict.cell.prefix_cache else [0] * len(hits)
         got = _compare(made, verdict, wave, questions.expected[f"edges, {hit}"])
         wrong = [
             f"{request.name}: {answer.cached_tokens} tokens cached, expected {cached}"
@@ -156,7 +166,19 @@ def _ask_edges(made: Fleet, questions: Questions, verdict: Verdict) -> None:
         ]
         verdict.faults += wrong
         verdict.shown.append(f"{len(wave) - len(wrong)} of {len(wave)} {hit} hits")
+        if verdict.cell.policy != PARAMS:
+            expected += questions.edges.decode_hits[hit] if verdict.cell.prefix_cache else Counter()
+            _check_decode_hits(made, expected, verdict)
         _check_idle(made, verdict)  # the next wave meets what this one has left
+
+
+def _check_decode_hits(made: Fleet, expected: Counter[str], verdict: Verdict) -> None:
+    """Decode has shared what it had, and was sent the rest alone: so many requests of each kind, since its start."""
+    by_kind = [decode.metric_by("pdplane_decode_prefix_hits_total", "what") for decode in made.decodes]
+    got = sum((Counter({kind: int(count) for kind, count in one.items()}) for one in by_kind), Counter[str]())
+    verdict.shown.append(f"decode had all pages of {got['full']}, some of {got['partial']}")
+    if got != expected:
+        verdict.faults.append(f"decode has hit {dict(got)}, expected {dict(expected)}")
 
 
 def _ask_tight(made: Fleet, questions: Questions, verdict: Verdict) -> None:
@@ -182,10 +204,10 @@ def _compare(made: Fleet, verdict: Verdict, requests: Sequence[Request], expecte
     return got
 
 
-def _check_links(made: Fleet, answer: Answer, verdict: Verdict) -> None:
-    """The pages of this answer went over as many links as the shapes ask for, all of the cell's transport."""
-    records = [one for one in (decode.record(answer.request_id) for decode in made.decodes) if one]
-    links = [link for one in records for leg in one["legs"] for grant in leg["grants"] for link in grant["links"]]
+def _check_links(made: Fleet, got: Sequence[Answer], verdict: Verdict) -> None:
+    """Pages went over as many links as the shapes ask for, all of the cell's transport. The last answer that had any is
+    looked at: what decode has already, and in params a prompt of one token, needs none."""
+    links = next((found for answer in reversed(got) if (found := _links(made, answer))), [])
     kinds = {link["transport"] for link in links}
     verdict.shown.append(f"{len(links)} link{'s' * (len(links) != 1)} by {', '.join(sorted(kinds)) or 'none'}")
     if kinds != {verdict.cell.transport}:
@@ -193,6 +215,12 @@ def _check_links(made: Fleet, answer: Answer, verdict: Verdict) -> None:
     split = max(verdict.cell.prefill.tp, verdict.cell.decode.tp)
     if (len(links) > 1) != (split > 1):
         verdict.faults.append(f"{len(links)} links between {verdict.cell.prefill} and {verdict.cell.decode}")
+
+
+def _links(made: Fleet, answer: Answer) -> list[dict[str, str]]:
+    """Over which decode was sent the pages of this answer."""
+    records = [one for one in (decode.record(answer.request_id) for decode in made.decodes) if one]
+    return [link for one in records for leg in one["legs"] for grant in leg["grants"] for link in grant["links"]]
 
 
 def _check_groups(made: Fleet, verdict: Verdict) -> None:
@@ -246,7 +274,7 @@ def _print_table(verdicts: Sequence[Verdict]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    chosen = os.environ.get("MATRIX") or "quick"
+    chosen = os.environ.get("MATRIX") or ("params" if os.environ.get("DIALECT") == "params" else "quick")
     parser.add_argument("--matrix", choices=sorted(MATRICES), default=chosen, help=f"which fleets [{chosen}]")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="cells with all of these in their name")
     parser.add_argument("--list", action="store_true", help="print the plan and end")

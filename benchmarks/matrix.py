@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 TRANSPORTS = ("shm", "shm_push", "tcp")
 POLICIES = ("early", "prefill_complete")
+PARAMS = "params"
 
 START_S, PREFILL_TOKENS_PER_S, STEP_S, TILE = 6.0, 200.0, 0.06, 8
 """Of batch-invariant workers on two cores that nobody else uses; a decode step has up to TILE rows at the same cost."""
@@ -29,7 +30,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One fleet and one set of requests. `asks`: prompts, edges or tight."""
+    """One fleet and one set of requests. `asks`: prompts, edges or tight. `policy`: of rooms, or `params`."""
 
     asks: str
     prefill: Side = Side()
@@ -39,25 +40,31 @@ class Cell:
     prefills: int = 1
     decodes: int = 1
     concurrency: int = 16
+    prefix_cache: bool = True
 
     def __str__(self) -> str:
         shape = f"{self.prefills}P{self.decodes}D {self.prefill} -> {self.decode}"
-        return f"{self.asks:8}{shape:22}{self.transport:10}{self.policy:18}at {self.concurrency}"
+        how = self.policy if self.prefix_cache else f"{self.policy}, no cache"
+        return f"{self.asks:8}{shape:22}{self.transport:10}{how:18}at {self.concurrency}"
 
     @property
     def worker_args(self) -> tuple[str, ...]:
         """Of both roles. One transport alone: there is nothing to fall back on."""
-        return ("--batch-invariant", "--transport", self.transport, "--decode-allocation-policy", self.policy)
+        cache = () if self.prefix_cache else ("--no-prefix-cache",)
+        how = ("--dialect", PARAMS) if self.policy == PARAMS else ("--decode-allocation-policy", self.policy)
+        return ("--batch-invariant", "--transport", self.transport, *how, *cache)
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """`prompts` requests of 1 to `longest` tokens; `edges`: page counts around which prompts end."""
+    """`prompts` requests of 1 to `longest` tokens; `edges`: page counts around which prompts end. `generate`: fleets
+    serve /generate too."""
 
     cells: Sequence[Cell]
     prompts: int
     longest: int
     edges: tuple[int, ...]
+    generate: bool = True
 
 
 PAIRS = (
@@ -114,7 +121,28 @@ QUICK = (
     Cell("tight", policy="prefill_complete", concurrency=10),
 )
 
+PULLED = (
+    Cell("prompts", policy=PARAMS, concurrency=1),
+    Cell("prompts", transport="tcp", policy=PARAMS),
+    Cell("prompts", policy=PARAMS, prefills=2, decodes=2),
+    Cell("prompts", transport="tcp", policy=PARAMS, prefills=2, decodes=2),
+    Cell("prompts", policy=PARAMS, prefix_cache=False),
+    Cell("prompts", transport="tcp", policy=PARAMS, prefills=2, decodes=2, prefix_cache=False),
+    Cell("prompts", Side(tp=1), Side(tp=2), policy=PARAMS),
+    Cell("prompts", Side(tp=2), Side(tp=1), "tcp", PARAMS),
+    Cell("prompts", Side(tp=2), Side(tp=4), policy=PARAMS),
+    Cell("prompts", Side(dp=2), Side(dp=2), policy=PARAMS),
+    Cell("edges", policy=PARAMS, concurrency=8),
+    Cell("edges", transport="tcp", policy=PARAMS, concurrency=8),
+    Cell("edges", policy=PARAMS, concurrency=8, prefix_cache=False),
+    Cell("edges", Side(tp=1), Side(tp=2), policy=PARAMS, concurrency=8),
+    Cell("tight", policy=PARAMS, concurrency=10),
+    Cell("tight", transport="tcp", policy=PARAMS, concurrency=10),
+)
+"""The params dialect: every transport that decode can pull by, the prefix cache on and off."""
+
 MATRICES = {
+    "params": Matrix(PULLED, 60, 256, (1, 4, 15), generate=False),
     "quick": Matrix(QUICK, 16, 1_000, (1, 4)),
     "full": Matrix(cover(), 60, 256, (1, 4, 15)),
     "product": Matrix(product(), 60, 256, (1, 4, 15)),
