@@ -19,20 +19,18 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import routers
 from added_time import added_time
-from asked import ask
 from deaths import Deaths, Promises, Server
 from fleet import Fleet, Process, fleet
-from gate import Gate
+from gated import by_ours, by_theirs
 from idle import wait_idle
 from leaving import Pair, leave_in_each
 from our_servers import OurServer, errors_logged
 from prompts import Writer, tokenizer
 from rows import Rows
-from sides import MODEL, OurSide, Side, VllmSide
+from sides import OurSide, VllmSide
 from summary import Measured, load
 from texts import ALONE_TOKENS, Sources, cases, same_texts
 from vllm_servers import BLOCK, HOW, LEASE_S, trio
@@ -46,7 +44,7 @@ OUR_PAGE = 16  # tokens
 OUR_LIMIT_S = 2.0
 """From a client's leaving to every page of our workers being free."""
 
-WORKER_ARGS = ("--dialect", "params", "--pool-mb", "384")
+WORKER_ARGS = ("--dialect", "params", "--pool-mb", "384", "--lease-s", f"{LEASE_S:g}")
 QUIETLY = ("--log-level", "warning")
 BEFORE_VLLM = ("--backend", "vllm", "--vllm-lease-s", f"{LEASE_S:g}", *QUIETLY)
 OF_VLLM = Promises(typed=False, releases=False, free_within_s=4 * LEASE_S)
@@ -74,7 +72,7 @@ class Run:
             sides = VllmSide("prefill", prefill), VllmSide("decode", decode)
             await self._vllm_texts(single, router.url, decode)
             await self._time("vLLM", single, router.url)
-            gated, gated_router = await self._gated(stack, servers.folder, sides, BEFORE_VLLM)
+            gated, gated_router = await by_ours(stack, servers.folder, sides, BEFORE_VLLM)
             await self._leave("vLLM", gated, None)
             pair: dict[str, Server] = {"prefill": servers.prefill, "decode": servers.decode}
             await self._deaths("vLLM", pair, single, gated, OF_VLLM)
@@ -116,7 +114,9 @@ class Run:
             rows = self._rows("our workers behind vllm-router: the same text")
             one_each = [case for case in asked if case.samples == 1]
             await same_texts(rows, single.url, foreign.url, one_each, handed_over)
-            gated, gated_router = await self._gated(stack, folder, sides, QUIETLY)
+            gated = await by_theirs(stack, folder, sides, self._options.vllm_router)
+            await self._leave("pdplane behind vllm-router", gated, None)
+            gated, gated_router = await by_ours(stack, folder, sides, QUIETLY)
             await self._leave("pdplane", gated, OUR_LIMIT_S)
             pair: dict[str, Server] = {"prefill": OurServer(prefill), "decode": OurServer(decode)}
             await self._deaths("pdplane", pair, single.url, gated, OF_OURS)
@@ -144,15 +144,6 @@ class Run:
         logged = errors_logged(processes)
         rows = self._rows(f"{who}: what was logged")
         rows.add("errors in the logs of our processes", "none", "; ".join(logged[:3]) or "none", not logged)
-
-    async def _gated(
-        self, stack: AsyncExitStack, folder: Path, sides: tuple[Side, Side], settings: tuple[str, ...]
-    ) -> tuple[Pair, Process]:
-        """A router of its own, which reaches each side by a gate."""
-        prefill, decode = [await stack.enter_async_context(Gate(urlsplit(side.url).port or 0).open()) for side in sides]
-        router = await stack.enter_async_context(routers.ours(folder, prefill.url, decode.url, settings))
-        await ask(router.url, "completions", {"model": MODEL, "prompt": [1, 2], "max_tokens": 2})
-        return Pair(router.url, *sides, prefill, decode), router
 
 
 def main() -> int:

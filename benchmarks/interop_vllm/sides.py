@@ -18,12 +18,10 @@ from pdplane.engine.install import DEFAULT_MODEL
 MODEL = DEFAULT_MODEL
 """As every server of a run calls it."""
 
-LOADING = ('stage="waiting_to_start"', 'stage="in_progress"')
-
 
 class Side(Protocol):
-    """One engine. `loading`: of a decode, blocks in use while KV comes to some, 0 while none comes. `settled`: what it
-    says of itself is no older than the call."""
+    """One engine. `loading`: of a decode that has shown no token yet, blocks in use for KV that comes, 0 while none
+    comes. `settled`: what it says of itself is no older than the call."""
 
     name: str
     url: str
@@ -42,12 +40,13 @@ class VllmSide:
         self.name, self.url = name, url
 
     async def used(self) -> int:
-        return _blocks(await metrics(self.url))
+        text = await metrics(self.url)
+        blocks = int(re.findall(r'num_gpu_blocks="(\d+)"', text)[0])  # one of them is nobody's
+        return round(total(text, "vllm:kv_cache_usage_perc") * (blocks - 1))
 
     async def loading(self) -> int:
-        text = await metrics(self.url)
-        loads = any(total(text, "vllm:num_requests_kv_fetch_by_stage", stage) for stage in LOADING)
-        return _blocks(text) if loads else 0
+        """It has them from the fetch on; its gauge of fetches is gone too soon to be seen."""
+        return await self.used()
 
     async def settled(self) -> None:
         """A request of its own, of one token, makes a step."""
@@ -83,12 +82,6 @@ class OurSide:
         _, told = await get(self.url, "/server_info")
         figures: dict[str, Any] = told["figures"]
         return figures
-
-
-def _blocks(text: str) -> int:
-    """In use, by vLLM's metrics; one of all is nobody's."""
-    blocks = int(re.findall(r'num_gpu_blocks="(\d+)"', text)[0])
-    return round(total(text, "vllm:kv_cache_usage_perc") * (blocks - 1))
 
 
 def _pages(figures: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from added_time import HEAD, TITLE, Added
 from leaving import Back
 from rows import Rows, lines_of
 
-LEFT_WIDTHS = (10, 30, 36, 36)
+LEFT_WIDTHS = (28, 30, 48, 48)
 DIED_WIDTHS = (44, 58, 58)
 
 

@@ -1,3 +1,3 @@
 """pdplane: the control plane of prefill/decode disaggregated LLM serving."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

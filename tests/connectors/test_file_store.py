@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pdplane.core.effects import AnswerRow, RunWhole, Ungate
-from pdplane.core.events import Released
+from pdplane.core.effects import AnswerRow, Dial, RunWhole, Ungate
+from pdplane.core.events import HandleRefused, Released, ReleaseHold
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid
 from pdplane.core.pages import Page
 from pdplane.core.params_table import RequestStatus
 
 from ..core.facing import limits, only
-from ..core.facing_params import answers
+from ..core.facing_params import FacingParams, answers, cause
 from .facing_store import FacingStore
 
 
@@ -182,4 +182,20 @@ def test_pages_for_all_or_for_nobody(tmp_path: Path) -> None:
     assert [effect.rid for effect in world.d.all(Ungate) + world.d.all(RunWhole) if effect.rid == "d2"]
     assert world.wrong_pages(2) == []
     world.let_go(2)
+    assert world.over()
+
+
+def test_a_handle_is_nothing_to_it_and_nobody_is_held_for_a_reader(tmp_path: Path) -> None:
+    """Whatever is said of holds meets a connector that has none."""
+    world = FacingStore(tmp_path)
+    world.saved(1)
+    handle = FacingParams().hold(1)
+    world.wants(1, handle=handle)
+    world.d.take(HandleRefused(handle, cause()))
+    world.p.take(ReleaseHold(Rid("p1"), cause()))
+    assert world.p.counted("late") == ["release"]
+    world.work()
+    assert world.run_of(1).computed == 40
+    assert world.d.all(Dial) == []
+    world.let_go(1)
     assert world.over()

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdplane.core.effects import AnswerFailed, MovePages, RunWhole, Teardown, Ungate
+from pdplane.core.effects import AnswerFailed, Dial, MovePages, RunWhole, Teardown, Ungate
+from pdplane.core.errors import Cause
 from pdplane.core.events import DialFailed, TornDown
 from pdplane.core.frames import Confirm, Confirmed, Read, ReadFailed, Release
 from pdplane.core.ids import GrantNo, HoldNo, Instance, Rank
+from pdplane.core.missed import MOST, Missed
 from pdplane.core.pages import Page
 from pdplane.core.params_table import H, L, RequestStatus
 from pdplane.core.pull_connector import MAX_KNOWN
@@ -252,6 +254,56 @@ def test_one_dead_peer_delays_nobody_elses_handshake() -> None:
     assert world.d.failed("d9").code == "prefill_unreachable"
 
 
+def test_who_comes_when_a_dial_has_just_failed_is_told_at_once_and_nobody_dials() -> None:
+    world = FacingParams()
+    for number in (1, 2, 3):
+        world.hold(number)
+    world.reachable = False
+    world.second(1)
+    dials = len(world.d.all(Dial))
+    world.now += 0.4
+    world.second(2)
+    assert [world.d.failed(rid).code for rid in ("d1", "d2")] == ["prefill_unreachable"] * 2
+    assert len(world.d.all(Dial)) == dials
+    world.reachable = True
+    world.now += 0.2
+    world.read(3)
+    assert world.states(3)[1] is L.READING
+
+
+def test_the_longer_a_prefill_is_not_found_the_more_seldom_it_is_tried() -> None:
+    missed, gone = Missed(), Cause("prefill_unreachable", "", 503)
+    now, waits = 0.0, []
+    for _ in range(6):
+        missed.note(Instance("P1"), gone, now)
+        missed.note(Instance("P1"), gone, now + 0.1)  # another one who had waited for the same dial
+        at = now
+        while missed.cause(Instance("P1"), now):
+            now += 0.25
+        waits.append(now - at)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+    missed.met(Instance("P1"))
+    missed.note(Instance("P1"), gone, now)
+    assert missed.cause(Instance("P1"), now + 0.6) is None
+    for number in range(2 * MOST):
+        missed.note(Instance(f"N{number}"), gone, now)
+    assert len(missed) == MOST
+
+
+def test_a_successor_is_not_taken_for_the_dead_one() -> None:
+    world = FacingParams()
+    old = world.hold(1)
+    world.restart_prefill()
+    world.hold(2)
+    world.reachable = False
+    world.second(1, old)
+    world.reachable = True
+    world.read(2)
+    world.wait(0.1)
+    assert world.d.failed("d1").code == "prefill_unreachable"
+    assert world.reader(2).state is L.READING
+
+
 def test_what_was_known_of_prefills_that_nobody_finds_is_bounded() -> None:
     """Whoever asks decode directly may name hosts without end."""
     world = FacingParams()
@@ -261,7 +313,8 @@ def test_what_was_known_of_prefills_that_nobody_finds_is_bounded() -> None:
     for number in range(300):
         at = ((Rank(), world.port(host=f"host{number}")),)
         world.listeners[at[0][1]] = (world.p, Rank())
-        world.second(9, msgspec.structs.replace(handle, instance=Instance("P9"), endpoints=at), rid=f"d{1000 + number}")
+        nowhere = msgspec.structs.replace(handle, instance=Instance(f"N{number}"), endpoints=at)
+        world.second(9, nowhere, rid=f"d{1000 + number}")
     members = world.decode.pull.members
     assert len(members.groups) == MAX_KNOWN
     assert len(members.diallers) <= MAX_KNOWN + 1

@@ -9,7 +9,7 @@ import pytest
 
 from pdplane.router.upstream import STALE_WITHIN_S, Leg
 
-from .router_fakes import Asked, Fleet, asked_of, fleet, ok, refuse, until
+from .router_fakes import Asked, FakeWorker, Fleet, asked_of, fleet, ok, refuse, until
 
 
 def reset(asked: Asked) -> None:
@@ -351,6 +351,19 @@ async def test_a_worker_that_has_gone_silent_ends_its_requests() -> None:
         answer = await waiting
         assert (answer.status, answer.error["code"]) == (502, "worker_silent")
         await it.idle()
+
+
+async def test_an_aggregated_worker_that_has_gone_silent_ends_its_requests() -> None:
+    alone = FakeWorker("aggregated")
+    await alone.start()
+    async with fleet(0, 0, worker=(alone.url,)) as it:
+        waiting = asyncio.ensure_future(it.post({}))
+        await alone.next()
+        it.router.pairing.aggregated[0].silent = True
+        it.router.sweep()
+        assert (await waiting).error["code"] == "worker_silent"
+        await it.idle()
+    await alone.stop()
 
 
 async def test_a_silent_prefill_is_let_go_once_while_decode_streams_on() -> None:

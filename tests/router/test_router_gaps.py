@@ -12,7 +12,7 @@ import pytest
 
 from pdplane.router import in_turn
 
-from .params_fakes import ParamsWorker, holding, in_order, params_fleet, prefill_of
+from .params_fakes import ParamsWorker, holding, in_order, params_fleet, prefill_of, vllm_fleet
 from .router_fakes import Asked, Client, FakeWorker, Fleet, ok, record_of, refuse, until
 
 PROMPT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -160,4 +160,24 @@ async def test_a_release_that_hangs_delays_nobody() -> None:
         assert (await it.post(PROMPT)).status == 400
         await prefill_of(it).released()
         assert (await it.post(PROMPT)).status == 200
+        await it.idle()
+
+
+@pytest.mark.parametrize(("gap", "counted"), [("decode is dialled", 1), ("decode has the request", 1), ("over", 0)])
+async def test_what_a_native_prefill_holds_is_left_to_its_lease_and_counted_once(gap: str, counted: int) -> None:
+    decode = ok if gap == "over" else silent
+    async with vllm_fleet(prefill=holding(), decode=decode, health_interval_s=600.0) as it, it.client() as client:
+        dials = Dials(it.decode) if gap == "decode is dialled" else None
+        client.post(json.dumps(PROMPT).encode())
+        if gap == "over":
+            assert (await client.read()).status == 200
+        else:
+            await until(lambda: bool(it.decode.seen) if dials is None else dials.tried.is_set())
+            client.leave()
+            await until(lambda: not it.router.active)
+        if dials is not None:
+            dials.give_back()
+        assert it.router.guard.releases["native"] == counted
+        await it.router.guard.settle()
+        assert it.decode.aborts.qsize() == (1 if gap == "decode has the request" else 0)
         await it.idle()

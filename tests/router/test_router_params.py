@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -387,3 +388,17 @@ async def test_the_largest_handoff_passes() -> None:
     async with params_fleet(prefill=prefill, decode=ok) as it:
         assert (await it.post(PROMPT, CHAT)).status == 200
         assert it.decode.seen[0].body["kv_transfer_params"]["remote_block_ids"] == blocks
+
+
+async def test_a_prefill_that_falls_silent_is_left_and_another_one_holds() -> None:
+    async with params_fleet(2, 1, decode=ok) as it:
+        it.prefills[0].behaviour = it.prefills[1].behaviour = in_order(lambda asked: None, holding())
+        waiting = asyncio.ensure_future(it.post(PROMPT))
+        await until(lambda: any(fake.seen for fake in it.prefills))
+        (at,) = [at for at, fake in enumerate(it.prefills) if fake.seen]
+        it.router.pairing.prefills[at].silent = True
+        it.router.sweep()
+        answer = await waiting
+        assert answer.status == 200
+        assert (await record_of(it, answer))["attempts"][0]["cause"]["code"] == "worker_silent"
+        await it.idle()

@@ -84,7 +84,7 @@ async def test_choices_are_in_prompt_major_order_whoever_answers_first() -> None
         assert [(choice["index"], choice["text"][0]) for choice in merged["choices"]] == [
             (0, "a"), (1, "a"), (2, "b"), (3, "b"),
         ]  # fmt: skip
-        assert merged["id"].startswith("cmpl-pd-")
+        assert merged["id"].startswith("pd-")
         assert (merged["object"], merged["created"], merged["model"]) == ("text_completion", 5, "m")
 
 

@@ -286,6 +286,14 @@ async def test_a_closed_leg_is_aborted_by_its_external_id(path: str, form: str) 
         await it.idle()
 
 
+@pytest.mark.parametrize("form", ["chatcmpl-{}", "cmpl-{}-0"])
+async def test_a_request_is_found_by_the_id_that_the_engine_makes_of_a_legs(form: str) -> None:
+    async with vllm_fleet(prefill=prefill, decode=ok) as it:
+        answer = await it.post({"prompt": "x"}, COMPLETIONS)
+        rid = it.decode.seen[0].headers["x-request-id"]
+        assert (await it.get(f"/requests/{form.format(rid)}")).json["request_id"] == answer.headers["x-request-id"]
+
+
 async def test_an_engine_without_the_abort_call_is_asked_once() -> None:
     async with vllm_fleet(prefill=prefill, decode=lambda asked: None) as it:
         native(it)[1].has_abort = False

@@ -11,21 +11,22 @@ import pytest
 
 from pdplane.sim.run import replay_main, run_broken, run_seed, sim_main
 
-_PRINT_DIGEST = """
+WORLDS = ((4, "rooms"), (10, "rooms"), (18, "rooms"), (4, "params"), (21, "params"), (30, "params"))
+_PRINT_DIGEST = f"""
 import hashlib
 from pdplane.sim.run import run_seed
-for seed in (4, 10, 18):
-    lines = run_seed(seed, trace=True).lines
+for seed, dialect in {WORLDS}:
+    lines = run_seed(seed, dialect=dialect, trace=True).lines
     print(hashlib.sha256("\\n".join(lines).encode()).hexdigest())
 """
 
 
-def _digest(seed: int) -> str:
-    return hashlib.sha256("\n".join(run_seed(seed, trace=True).lines).encode()).hexdigest()
+def _digest(seed: int, dialect: str | None = None) -> str:
+    return hashlib.sha256("\n".join(run_seed(seed, dialect=dialect, trace=True).lines).encode()).hexdigest()
 
 
 def test_the_same_seed_gives_the_same_log() -> None:
-    assert [_digest(seed) for seed in (4, 10, 18)] == [_digest(seed) for seed in (4, 10, 18)]
+    assert [_digest(*world) for world in WORLDS] == [_digest(*world) for world in WORLDS]
 
 
 def test_another_process_with_other_hashes_gives_the_same_log() -> None:
@@ -36,7 +37,7 @@ def test_another_process_with_other_hashes_gives_the_same_log() -> None:
             [sys.executable, "-c", _PRINT_DIGEST], env=env, capture_output=True, text=True, check=True
         )
         logs.append(done.stdout.split())
-    assert logs[0] == logs[1] == [_digest(seed) for seed in (4, 10, 18)]
+    assert logs[0] == logs[1] == [_digest(*world) for world in WORLDS]
 
 
 def test_tracing_changes_nothing() -> None:

@@ -83,7 +83,7 @@ async def test_sixteen_at_once_over_two_pairs_of_unequal_shapes_each_get_their_o
 async def test_bad_input_has_the_aggregated_workers_code_and_body() -> None:
     async with params() as it:
         for name, (path, body) in BAD.items():
-            if path == GENERATE or name == "mixed prompts":  # the router serves these one by one
+            if path == GENERATE:
                 continue
             pair, whole = await send(it.url, path, body), await send(it.whole.url, path, body)
             assert pair[0] == whole[0], (name, pair, whole)

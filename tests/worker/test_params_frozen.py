@@ -13,7 +13,7 @@ from .own_process import Process, own_process
 from .pairs import HOLD
 
 TRANSPORTS = ["shm", "tcp"]
-LIMITS = {"dialect": "params", "drain_limit_s": 0.3, "reserve_tokens": 0, **QUICK}
+LIMITS: dict[str, Any] = {"dialect": "params", "drain_limit_s": 0.3, "reserve_tokens": 0, **QUICK}
 
 
 def asked(number: int, length: int = 40) -> dict[str, Any]:
@@ -53,9 +53,9 @@ async def both_idle(process: Process, one: Member) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_prefill_that_freezes_before_it_is_read_fails_its_reader_and_serves_again(transport: str) -> None:
-    ports, settings = {"port": free_port(), "control_port": free_port()}, {"transport": (transport,), **LIMITS}
+    ports, settings = {"port": free_port(), "control_port": free_port()}, LIMITS | {"transport": (transport,)}
     async with (
-        own_process("prefill", ports, lease_s=0.5, **settings) as prefill,
+        own_process("prefill", ports, lease_s=2.0, **settings) as prefill,
         member("decode", **settings) as decode,
     ):
         await serves(prefill.url, decode.url, asked(1))
@@ -72,7 +72,7 @@ async def test_a_prefill_that_freezes_before_it_is_read_fails_its_reader_and_ser
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_prefill_that_freezes_while_decode_runs_takes_nothing_with_it(transport: str) -> None:
-    ports, settings = {"port": free_port(), "control_port": free_port()}, {"transport": (transport,), **LIMITS}
+    ports, settings = {"port": free_port(), "control_port": free_port()}, LIMITS | {"transport": (transport,)}
     async with own_process("prefill", ports, **settings) as prefill, member("decode", **settings) as decode:
         decode.engine.allow = 4
         talk = Talk(decode.url, await held(prefill.url, asked(1)))
@@ -93,10 +93,10 @@ async def test_a_decode_that_sleeps_through_the_lease_reads_nothing_of_who_came_
     transport: str, policy: str
 ) -> None:
     """It waits for pages while prefill's lease ends, and other prompts fill the whole of prefill's pool."""
-    ports, settings = {"port": free_port()}, {"transport": (transport,), **LIMITS}
+    ports, settings = {"port": free_port()}, LIMITS | {"transport": (transport,)}
     async with (
         own_process("decode", ports, kv_load_failure_policy=policy, **settings) as decode,
-        member("prefill", lease_s=0.5, prefix_cache=False, **settings) as prefill,
+        member("prefill", lease_s=2.0, prefix_cache=False, **settings) as prefill,
     ):
         await decode.allow(0)
         others = [Talk(decode.url, asked(number, 400)) for number in (1, 2)]
@@ -125,7 +125,7 @@ async def test_a_decode_that_sleeps_through_the_lease_reads_nothing_of_who_came_
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_decode_that_freezes_while_it_answers_goes_on_with_the_right_text(transport: str) -> None:
-    ports, settings = {"port": free_port()}, {"transport": (transport,), **LIMITS}
+    ports, settings = {"port": free_port()}, LIMITS | {"transport": (transport,)}
     async with own_process("decode", ports, **settings) as decode, member("prefill", **settings) as prefill:
         await decode.allow(4)
         talk = Talk(decode.url, await held(prefill.url, asked(1)))
@@ -143,10 +143,10 @@ async def test_a_decode_that_freezes_while_it_answers_goes_on_with_the_right_tex
 
 async def test_many_decodes_that_freeze_leave_prefill_nothing_to_hold() -> None:
     """Bound or not: what a frozen reader had is free after silence and grace, or at its lease's end."""
-    ports = {"port": free_port()}
+    ports, settings = {"port": free_port()}, LIMITS | {"transport": ("shm",)}
     async with (
-        own_process("decode", ports, **LIMITS) as decode,
-        member("prefill", lease_s=0.5, **LIMITS) as prefill,
+        own_process("decode", ports, **settings) as decode,
+        member("prefill", lease_s=2.0, **settings) as prefill,
     ):
         await decode.allow(0)
         talks = [Talk(decode.url, await held(prefill.url, asked(number, 200))) for number in range(8)]

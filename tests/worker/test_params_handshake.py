@@ -114,7 +114,7 @@ async def test_one_who_says_nothing_delays_nobody_elses_handshake(count: int) ->
         writer.close()
 
     async with contextlib.AsyncExitStack() as stack:
-        it = await stack.enter_async_context(pair())
+        it = await stack.enter_async_context(pair(decode={"silent_s": 60.0}))
         ports = [await stack.enter_async_context(stranger(silent)) for _ in range(count)]
         waiting = [
             asyncio.create_task(it.read(BODY, {**await it.params(BODY), "remote_port": port, "pd_ports": [port]}))
@@ -123,7 +123,8 @@ async def test_one_who_says_nothing_delays_nobody_elses_handshake(count: int) ->
         await until(lambda: len(it.decode.group.jobs) == count)
         await serves(it)
         assert not any(one.done() for one in waiting)
+        await it.decode.post("/abort_request", {"abort_all": True})
         for answer in await asyncio.gather(*waiting):
-            assert answer.status_code == 503
-            assert answer.json()["error"]["retryable"] is True
-        await serves(it)
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        await it.prefill.post("/abort_request", {"abort_all": True})
+        await it.at_rest()

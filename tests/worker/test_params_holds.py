@@ -11,6 +11,7 @@ import pytest
 from pdplane.core.errors import Cause
 from pdplane.core.pages import Page
 from pdplane.worker import server
+from pdplane.worker.http.receiving import TIMEOUT_HEADER
 from pdplane.worker.params_decode import ParamsDecodeShell
 from pdplane.worker.params_prefill import ParamsPrefillShell
 from pdplane.worker.server import Asked
@@ -310,4 +311,30 @@ async def test_decode_lets_go_at_once_of_what_it_refuses_to_read(fields: dict[st
         await until(lambda: it.prefill.idle)
         it.decode.let_go()
         assert (await other.answer()).status_code == 200
+        await it.at_rest()
+
+
+async def test_a_decode_whose_queue_is_full_lets_go_of_what_it_cannot_take() -> None:
+    async with pair(decode={"max_queue": 1, "reserve_tokens": 0}) as it:
+        it.decode.engine.allow = 0
+        others = [Talk(it.decode.url, {**BODY, "prompt": letter * 400}) for letter in "abc"]
+        await until(lambda: it.decode.group.figures()["waiting"] == 1)
+        answer = await it.both(BODY)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["retryable"]) == (429, "overloaded", True)
+        await until(lambda: it.prefill.idle)
+        it.decode.let_go()
+        for other in others:
+            assert (await other.answer()).status_code == 200
+        await it.at_rest()
+
+
+async def test_a_deadline_that_is_over_at_decode_lets_go_too() -> None:
+    async with pair() as it:
+        it.decode.engine.allow = 0
+        params = await it.params(BODY)
+        body = {**BODY, "kv_transfer_params": params}
+        answer = await it.decode.post(COMPLETIONS, body, headers={TIMEOUT_HEADER: "0.05"})
+        assert answer.status_code == 504, answer.text
+        it.decode.let_go()
         await it.at_rest()

@@ -321,7 +321,7 @@ async def test_an_abort_by_rid_ends_it_in_any_phase(phase: str) -> None:
 
 
 async def test_a_request_that_waits_for_pages_keeps_its_lease_and_runs_when_there_are_some() -> None:
-    async with pair(prefill={"lease_s": 0.5}, decode={"pool_mb": 1, "reserve_tokens": 0}) as it:
+    async with pair(prefill={"lease_s": 2.0}, decode={"pool_mb": 1, "reserve_tokens": 0}) as it:
         room = it.decode.capacity * 4
         it.decode.engine.allow = 0
         first = Talk(it.decode.url, {**BODY, "prompt": "x" * 400, "max_tokens": 100})

@@ -110,8 +110,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "up",
         help="start prefill, decode and router on this machine",
-        description="Start a fleet on this machine: prefills (each with its registry), decodes and the router. "
-        "Ctrl-C stops all of it.",
+        description="Start a fleet on this machine: prefills (in dialect rooms each with its registry), decodes and "
+        "the router. Ctrl-C stops all of it.",
         epilog="example: pdplane up --prefill 2 --decode 2 --port 8080",
     )
     settings.add_arguments(parser, UpConfig)

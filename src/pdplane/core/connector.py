@@ -227,7 +227,7 @@ class RankOutputs:
             failed_recving=late,
         )
         self._loaded |= {rid for rid in whole.finished_recving if rid in self._live}
-        for rid in whole.finished_recving & self._failed.keys():
+        for rid in sorted(whole.finished_recving & self._failed.keys()):
             whole.failed_recving[rid] = self._failed[rid]
         whole.confirmed = self._complete(self._confirmed, rank, output.confirmed - self._failed.keys())
         return whole

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from .acceptor import Acceptor
-from .connector import Finished, Matched
-from .effects import ConnectData, Effect, SendFrame, Teardown
+from .connector import Finished, KVConnectorBase
+from .effects import ConnectData, SendFrame, Teardown
 from .errors import Cause
-from .events import Accepted, ConnLost, Event, FrameIn, Handle, KVOutput, MoveDone, RequestArrived
+from .events import Accepted, ConnLost, Event, FrameIn, KVOutput, MoveDone, RequestArrived
 from .frames import Beat, Confirm, Confirmed, Frame, HoldIdentity, Read, ReadFailed, Release, Renew, Renewed
 from .holder import Consumer, Holder
 from .ids import ConnId, GrantNo, HoldNo, Instance, Link, MoveNo, PageId, Rank, Rid
@@ -26,10 +26,12 @@ from .session import NO_CONN, Gone, Identity, Notice, Up, links_between
 MAX_OVER = 65_536
 
 
-class HoldConnector:
-    """connector.KVConnector of a prefill. The lease runs from the answer, from each READ and each renewal anew."""
+class HoldConnector(KVConnectorBase):
+    """connector.KVConnector of a prefill. The lease runs from the answer, from each READ and each renewal anew.
+    What peers are told goes into the node's outbox as it is decided."""
 
     def __init__(self, node: Node, me: Identity, beat: Callable[[Instance], Beat]) -> None:
+        super().__init__()
         self.node = node
         self.instance = me.instance
         self.lease_s = node.limits.hold_term_s
@@ -44,23 +46,6 @@ class HoldConnector:
         self._numbers = self._moves = 0
 
     # --- the scheduler's hooks --------------------------------------------------------------------------------------
-
-    def on_new_request(self, request: RequestArrived) -> None:
-        pass
-
-    def get_num_new_matched_tokens(self, request: RequestArrived, num_computed_tokens: int) -> Matched:
-        return Matched(0)
-
-    def update_state_after_alloc(
-        self, request: RequestArrived, blocks: Sequence[PageId], num_external_tokens: int
-    ) -> None:
-        pass
-
-    def build_connector_meta(self) -> Sequence[Effect]:
-        return ()  # what peers are told goes into the node's outbox as it is decided
-
-    def update_connector_output(self, output: KVOutput) -> None:
-        pass
 
     def request_finished(self, request: RequestArrived, blocks: Sequence[PageId]) -> Finished:
         """The prompt is computed: held from now on."""
@@ -78,9 +63,6 @@ class HoldConnector:
     def take_output(self) -> KVOutput:
         output, self._output = self._output, KVOutput()
         return output
-
-    def take_ready(self) -> Sequence[Rid]:
-        return ()
 
     def take_event(self, event: Event) -> None:
         now = self.node.now
@@ -119,12 +101,6 @@ class HoldConnector:
             return False
         holder.apply(HE.CANCEL, cause=cause)
         return True
-
-    def refused(self, handle: Handle, cause: Cause) -> None:
-        pass
-
-    def taken(self, handle: Handle) -> Cause | None:
-        return None
 
     # --- Desk of holders --------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from .session import Identity, Notice, SessionTimes
 from .slices import pairs, shard_bytes
 
 LOOK_AGAIN_S = 1.0  # at a route, while rooms wait for a rank that prefill has not written
-KEPT_IDLE = 64  # addresses where nobody is met: what was tried there lately is known, and not dialled at once again
 ASK_AGAIN_S = 0.05  # for a room's dp rank that prefill has not written yet
 
 
@@ -324,16 +323,8 @@ class Membership(Generic[K]):
             assert brought == size, f"the lanes bring {brought} of {size} bytes of a page to rank {here}"
 
     def _forget_idle(self) -> None:
-        """Addresses that led nowhere, but for the last ones; and endpoints that nobody names any more, once nobody is
-        bound there. Clients name addresses, and a prefill comes back on new ports, without end."""
-        busy = {at for (at, _), dialler in self.diallers.items() if dialler.state is not DState.IDLE}
-        idle = [
-            address
-            for address, group in self.groups.items()
-            if not (group.waiting or group.looking) and busy.isdisjoint(group.endpoints.values())
-        ]
-        for address in idle[:-KEPT_IDLE]:
-            del self.groups[address]
+        """Endpoints that no registry names any more, once nobody is bound there: a prefill may come back on new ports
+        without end."""
         named = {endpoint for group in self.groups.values() for endpoint in group.endpoints.values()}
         for key, dialler in list(self.diallers.items()):
             if key[0] not in named and dialler.state is DState.IDLE:

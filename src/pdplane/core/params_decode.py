@@ -324,13 +324,13 @@ class ParamsDecodeNode(Node):
 
     def _update(self, output: KVOutput) -> None:
         self.connector.update_connector_output(output)
-        for rid in output.confirmed - output.failed_recving.keys():
+        for rid in sorted(output.confirmed - output.failed_recving.keys()):  # sets have no order of their own
             self._confirmed(rid)
         for rid, cause in output.failed_recving.items():
             self._failed(rid, cause)
         if output.invalid_block_ids:
             self._invalid(output.invalid_block_ids)
-        for rid in output.finished_recving:
+        for rid in sorted(output.finished_recving):
             self._received(rid)
 
     def _confirmed(self, rid: Rid) -> None:

@@ -226,7 +226,7 @@ class ParamsPrefillNode(Node):
 
     def _finished(self, output: KVOutput) -> None:
         self.connector.update_connector_output(output)
-        for rid in output.finished_sending:
+        for rid in sorted(output.finished_sending):  # a set has no order of its own
             request = self.requests.get(rid)
             if request is not None and request.phase is Phase.PINNED:
                 self._give_back(request)

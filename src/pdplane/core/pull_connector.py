@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from .connector import Finished, Matched
-from .effects import Effect, Lane, SendFrame, Teardown
+from .connector import Finished, KVConnectorBase, Matched
+from .effects import Lane, SendFrame, Teardown
 from .errors import Cause
 from .events import (
     ConnLost,
@@ -35,6 +35,7 @@ from .frames import Beat, Confirmed, Frame, HoldIdentity, ReadFailed, Release, R
 from .ids import NO_GRANT, ConnId, GrantNo, HoldNo, Instance, Link, PageId, Rid
 from .leases import Leases
 from .membership import Membership
+from .missed import Missed
 from .node import Node
 from .params_table import LA, LE, L
 from .peers import Peers
@@ -42,8 +43,7 @@ from .reader import Reader, Serial
 from .session import Identity
 
 MAX_KNOWN = 256
-"""Addresses of prefills that nobody waits for, and that are remembered all the same: what is known of them is when to
-dial again."""
+"""Addresses of prefills that are remembered when nobody waits there any more."""
 
 Name = tuple[Instance, HoldNo]
 """A hold, among all of them."""
@@ -67,10 +67,11 @@ class Owed(msgspec.Struct, frozen=True):
     cause: Cause
 
 
-class PullConnector:
-    """connector.KVConnector of a decode."""
+class PullConnector(KVConnectorBase):
+    """connector.KVConnector of a decode. Frames and grants go into the node's outbox as they are decided."""
 
     def __init__(self, scheduler: Scheduler, me: Identity) -> None:
+        super().__init__()
         self.node = node = scheduler.node
         self.instance = me.instance
         self.salvages = node.limits.recompute
@@ -78,6 +79,7 @@ class PullConnector:
         self.members: Membership[Serial] = Membership(me, node.limits.session, node.out, self._beat, self._look_up)
         self._peers: Peers[Serial] = Peers(self, self.members)
         self._leases = Leases(node, me.instance, self._link_to, self.send)
+        self._missed = Missed()
         self.readers: dict[Rid, Reader] = {}
         self._of_hold: dict[Name, Reader] = {}
         self._of_grant: dict[GrantNo, Reader] = {}
@@ -105,7 +107,10 @@ class PullConnector:
         reader = Reader(request, self._next_serial(), self)
         self.readers[request.rid] = self._of_hold[_name(reader.handle)] = self._of_serial[reader.serial] = reader
         self._leases.keep(reader.handle.instance, reader.handle.hold, reader.handle.lease_s)
-        self._seek(reader.handle, reader.serial)
+        if missed := self._missed.cause(reader.handle.instance, self.node.now):
+            reader.apply(LE.UNREACHABLE, cause=missed)
+        else:
+            self._seek(reader.handle, reader.serial)
 
     def get_num_new_matched_tokens(self, request: RequestArrived, num_computed_tokens: int) -> Matched:
         """The last token is recomputed here: who has all before it needs nothing."""
@@ -131,12 +136,6 @@ class PullConnector:
         self._of_grant[grant] = reader
         reader.start(tuple(blocks), grant)
 
-    def build_connector_meta(self) -> Sequence[Effect]:
-        return ()  # frames and grants go into the node's outbox as they are decided
-
-    def update_connector_output(self, output: KVOutput) -> None:
-        pass
-
     def request_finished(self, request: RequestArrived, blocks: Sequence[PageId]) -> Finished:
         reader = self.readers.get(request.rid)
         if reader is None:
@@ -147,9 +146,6 @@ class PullConnector:
     def refused(self, handle: Handle, cause: Cause) -> None:
         if _name(handle) not in self._of_hold:
             self.let_go(handle, NO_GRANT, cause)
-
-    def release(self, rid: Rid, cause: Cause) -> bool:
-        return False
 
     # --- for the scheduler around it --------------------------------------------------------------------------------
 
@@ -260,10 +256,13 @@ class PullConnector:
 
     def route_bad(self, room: Serial, cause: Cause) -> None:
         if reader := self._of_serial.get(room):
+            if cause.code == "prefill_unreachable":
+                self._missed.note(reader.handle.instance, cause, self.node.now)
             reader.apply(LE.UNREACHABLE, cause=cause)
 
     def session_up(self, link: Link) -> None:
         peer = link.there.instance
+        self._missed.met(peer)
         for name in [name for name in self._owed if name[0] == peer]:
             self.node.timers.clear(("owed", name))
             self._release(link, name[1], self._owed.pop(name))
@@ -340,7 +339,8 @@ class PullConnector:
     def _forget_old(self) -> None:
         """Handles name addresses without end."""
         for address in list(self._known)[: max(0, len(self._known) - MAX_KNOWN)]:
-            if not self.members.groups[address].waiting:
+            group = self.members.groups.get(address)
+            if group is None or not group.waiting:
                 self.members.failed(address)
                 del self._known[address]
 

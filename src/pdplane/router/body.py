@@ -194,7 +194,8 @@ def samples_of(body: Body, *, chat: bool) -> tuple[list[Body], int]:
     seed = _whole(fields.get("seed"))
     given = fields.get("prompt", _NO_RAW)
     items = _array.decode(given) if not chat and given and _first(given) == "[" else []
-    prompts: list[msgspec.Raw | None] = list(items) if items and _first(items[0]) in ('"', "[") else [None]
+    one_kind = {_first(item) for item in items} in ({'"'}, {"["})  # a mixture is a worker's to refuse
+    prompts: list[msgspec.Raw | None] = list(items) if one_kind else [None]
     bodies = []
     for i, prompt in enumerate(prompts):
         tokens = 0 if prompt is None else bytes(prompt).count(b",") + 1 if _first(prompt) == "[" else 0

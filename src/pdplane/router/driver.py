@@ -17,6 +17,7 @@ from pdplane.core.errors import Cause, Refused, client_left, deadline
 from .backends import EndedLeg
 from .body import Body
 from .in_turn import InTurn
+from .legs import params
 from .legs import rooms as dialect
 from .pairing import DECODE_ONLY, Pair
 from .ranks import RankLoads
@@ -106,21 +107,16 @@ class Driver:
     def authorization(self) -> bytes:
         return self._incoming.headers.get(b"authorization", b"")
 
-    def side_silent(self, worker: Worker) -> None:
-        """`worker` has answered nothing for too long: its leg is taken for lost."""
-        leg = self._prefill_leg if worker is self._worker(PREFILL) else self._decode_leg
-        if leg is None:
-            return
-        message = f"{worker.role} {worker.url} has answered nothing for {self.router.config.silent_s:g} s"
-        cause = Cause("worker_silent", message, 502, retryable=True, side=worker.role)
-        self.leg_failed(leg, Failure(cause=cause, answered=False))
-
-    def silent_side(self) -> Worker | None:
-        """A worker of this attempt that has answered nothing for too long, while its leg is open."""
+    def end_silent(self) -> None:
+        """A leg whose worker has answered nothing for too long is taken for lost."""
         for leg in (self._prefill_leg, self._decode_leg):
-            if leg is not None and leg.exchange is self and leg.worker.silent:
-                return leg.worker
-        return None
+            if leg is None or leg.exchange is not self or not leg.worker.silent:
+                continue
+            worker, limit_s = leg.worker, self.router.config.silent_s
+            message = f"{worker.role} {worker.url} has answered nothing for {limit_s:g} s"
+            cause = Cause("worker_silent", message, 502, retryable=True, side=worker.role)
+            self.leg_failed(leg, Failure(cause=cause, answered=False))
+            return
 
     # --- from the legs --------------------------------------------------------------------------------------------
 
@@ -155,7 +151,7 @@ class Driver:
         self.router.metrics.prefill_leg.observe(turn.record.answered - opened.opened)
         if failure is None:
             worker.succeeded(opened.opened)
-            if turn.handoff is None:
+            if not turn.held:
                 opened.mode = DECODE_ONLY
                 self.router.metrics.decode_only += 1
             self._carry(self._machine.prefill_done(attempt, turn.held))
@@ -179,7 +175,7 @@ class Driver:
     def leg_refused(self, leg: Leg, said: WorkerAnswer) -> None:
         """A worker answered with an error."""
         assert self._attempt is not None
-        failure = self.router.backend.refusal(leg, said, self._turn is not None and self._turn.handoff is not None)
+        failure = self.router.backend.refusal(leg, said, self._turn is not None and self._turn.held)
         self.router.refused(self._pair, leg, said.status, failure, self._attempt.opened)
         self._failed(leg, failure)
 
@@ -207,9 +203,8 @@ class Driver:
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def _carry(self, effects: Effects) -> None:
-        carry = self.carry
         for effect in effects:
-            carry[effect.__class__](self, effect)
+            self.carry[effect.__class__](self, effect)
 
     def _chosen(self, pair: Pair | None) -> None:
         machine = self._machine
@@ -275,9 +270,7 @@ class Driver:
         if not backend.names_in_body:
             lines = b"x-request-id: %b\r\n%b" % (rids[0].encode(), lines)
         self._ranks = None
-        self._begins(
-            AttemptRecord(attempt, "", worker.url, (), rids, now, (), self.sample, pair.mode, worker.dialect)
-        )  # fmt: skip
+        self._begins(AttemptRecord(attempt, "", worker.url, (), rids, now, (), self.sample, pair.mode, worker.dialect))
         worker.took(self.samples)
         self._decode_leg = self._send(worker, attempt, worker.head(self.path) + with_length(lines, content), now)
 
@@ -308,13 +301,13 @@ class Driver:
         body, pair = self._body, self._pair
         assert body is not None
         assert pair.prefill is not None
-        self._turn = turn = InTurn(self.router, body, self.path)
         self._decode_leg = None
         self._ranks = pair.prefill.ranks
         ranks = self._ranks.take(1, together=True) if self._ranks is not None else ()
-        turn.begin(self.request_id, self.sample, attempt, ranks[0] if ranks else None)
+        rids = params.mint_rids(self.request_id, self.sample, attempt)
+        self._turn = turn = InTurn(self.router, body, self.path, rids, ranks[0] if ranks else None)
         names = pair.prefill.url, pair.decode.url
-        record = AttemptRecord(attempt, *names, (), turn.rids, now, ranks, self.sample, pair.mode, PARAMS, turn.record)
+        record = AttemptRecord(attempt, *names, (), rids, now, ranks, self.sample, pair.mode, PARAMS, turn.record)
         self._begins(record)
 
     def _send(self, worker: Worker, attempt: int, data: bytes, now: float) -> Leg | Dial:

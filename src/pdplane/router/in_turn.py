@@ -24,31 +24,29 @@ STRICT = "strict"
 
 
 class InTurn:
-    """`begin` first. `handoff` is None until prefill has answered, and stays so where it handed nothing over; `held`
-    says whether prefill keeps something by its answer."""
+    """`rids` are prefill's and decode's, fresh; `rank`: of prefill, where it has several. `handoff` is None until
+    prefill has answered, and stays so where it handed nothing over."""
 
-    __slots__ = ("_ask_ids", "_body", "_chat", "_lease_ends", "_named", "_router", "handoff", "held", "record", "rids")
+    __slots__ = ("_ask_ids", "_body", "_chat", "_lease_ends", "_named", "_router", "handoff", "record", "rids")
 
-    def __init__(self, router: Router, body: Body, path: str) -> None:
+    def __init__(self, router: Router, body: Body, path: str, rids: tuple[Rid, Rid], rank: int | None) -> None:
         self._router = router
         self._body = body
         self._chat = path == CHAT
         self._ask_ids = router.backend.hands_over_ids and dialect.takes_ids(body, chat=self._chat)
         self._named: tuple[dialect.Fields, dialect.Fields] = ({}, {})
+        if router.backend.names_in_body:
+            ranked = {} if rank is None else {"routed_dp_rank": _raw(rank)}
+            self._named = ({"rid": _raw(rids[0]), **ranked}, {"rid": _raw(rids[1])})
         self._lease_ends = 0.0
         self.handoff: Handoff | None = None
-        self.held = False
-        self.rids: tuple[Rid, Rid] = (Rid(""), Rid(""))
-        self.record = HandoffRecord()
+        self.rids = rids
+        self.record = HandoffRecord(*rids)
 
-    def begin(self, request_id: str, sample: int, attempt: int, rank: int | None) -> None:
-        """Mint both legs' ids. `rank`: of prefill, where it has several."""
-        self.rids = rids = dialect.mint_rids(request_id, sample, attempt)
-        self.record.prefill_rid, self.record.decode_rid = rids
-        if self._router.backend.names_in_body:
-            self._named = ({"rid": _raw(rids[0])}, {"rid": _raw(rids[1])})
-            if rank is not None:
-                self._named[0]["routed_dp_rank"] = _raw(rank)
+    @property
+    def held(self) -> bool:
+        """Whether prefill keeps something by its answer."""
+        return self.handoff is not None
 
     def rid(self, side: str) -> Rid:
         return self.rids[0] if side == PREFILL else self.rids[1]
@@ -71,12 +69,11 @@ class InTurn:
         try:
             self.handoff = handoff = dialect.read_handoff(body, router.config.vllm_lease_s)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            cause = Cause("upstream_garbled", f"prefill's answer is no hand-off: {error}", 502, retryable=True)
-            return Failure(cause=msgspec.structs.replace(cause, side=PREFILL))
+            message = f"prefill's answer is no hand-off: {error}"
+            return Failure(cause=Cause("upstream_garbled", message, 502, retryable=True, side=PREFILL))
         if handoff is None:
             router.metrics.handoffs["none"] += 1
             return Failure(cause=_NO_HANDOFF) if router.config.mode == STRICT else None
-        self.held = True
         self._lease_ends = now + handoff.lease_s
         record = self.record
         record.request_id, record.hold, record.lease_s = handoff.request_id, handoff.number, handoff.lease_s

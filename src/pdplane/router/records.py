@@ -154,8 +154,9 @@ class Records:
         self._ring[record.number % self._size] = record
 
     def find(self, key: str) -> RequestRecord | None:
-        """By request id, by an attempt's rid, by room, or by the client's label (the newest)."""
-        request_id = key.split(".", 1)[0]
+        """By request id, by an attempt's rid (also as vLLM makes its answer's id of it), by room, or by the client's
+        label (the newest)."""
+        request_id = key.removeprefix("chatcmpl-").removeprefix("cmpl-").split(".", 1)[0]
         room = room_named(key)
         for record in sorted(filter(None, self._ring), key=lambda r: -r.number):
             if record.request_id == request_id or record.label == key:

@@ -265,9 +265,7 @@ class Router:
 
     def _end_silent(self) -> None:
         for exchange in list(self.active.values()):
-            worker = exchange.silent_side()
-            if worker is not None:
-                exchange.side_silent(worker)
+            exchange.end_silent()
 
     def _overdue(self, front: FrontConnection) -> bool:
         if front.lingering_since:

@@ -21,7 +21,6 @@ from .legs.rooms import DecodeLeg
 from .merge import MergedBody, MergedStream, Merger, SampleFailed
 from .records import RequestRecord
 from .refusals import FRAMING, NOT_PASSED_ON, pair_for, without
-from .worker import Worker
 
 if TYPE_CHECKING:
     from .front import FrontConnection, Incoming
@@ -164,13 +163,9 @@ class Split:
         for part in self._parts:
             part.pause(paused)
 
-    def silent_side(self) -> Worker | None:
-        return next((worker for part in self._parts if (worker := part.silent_side()) is not None), None)
-
-    def side_silent(self, worker: Worker) -> None:
+    def end_silent(self) -> None:
         for part in self._parts:
-            if part.silent_side() is worker:
-                part.side_silent(worker)
+            part.end_silent()
 
     # --- from the parts -----------------------------------------------------------------------------------------------
 
@@ -187,8 +182,7 @@ class Split:
 
     def _begin(self, status: int, head: bytes, front: FrontConnection) -> None:
         """The first of all: it decides whether the answer is a stream, and then its head is the answer's."""
-        prefix = "chatcmpl" if self.path == CHAT else "cmpl"
-        made_of = len(self._parts), self._per_prompt, f"{prefix}-{self.request_id}"
+        made_of = len(self._parts), self._per_prompt, self.request_id
         if _SSE not in head.lower():
             self._merger = MergedBody(*made_of)
             return

@@ -85,7 +85,7 @@ class HoldRules:
                 if handle is not None:
                     self._loads[who.instance, rid] = _Load(handle, prompt)
             case HandleRefused(handle=handle):
-                self._given_up.setdefault((handle.instance, handle.hold), now)
+                self._give_up(handle, now)
             case FrameIn(frame=Confirmed(refusal=None) as frame):
                 load = self._of_grant.get((who.instance, frame.grant))
                 if load and (frame.src, frame.hold) == (load.handle.instance, load.handle.hold):
@@ -114,7 +114,7 @@ class HoldRules:
                 self._lives_from(me, rid)
             case AnswerFailed(rid, cause) if who.side == "decode" and cause.code not in NEVER_HIDDEN:
                 if failed := self._loads.get((me, rid)):
-                    self._given_up.setdefault((failed.handle.instance, failed.handle.hold), now)
+                    self._give_up(failed.handle, now)
             case Count("recompute", code) if code in NEVER_HIDDEN:
                 raise Violation("consumer", f"{me} computes a prompt itself that came with a handle that is {code}")
             case _:
@@ -140,6 +140,12 @@ class HoldRules:
             raise Violation("lease", f"{me} gives hold number {hold} a second time")
         self._holds[me, hold] = _Hold(rid, self._prompts[rid], until)
         self._of_rid[me, rid] = me, hold
+
+    def _give_up(self, handle: Handle, now: float) -> None:
+        """Decode has no use for it; not where it names somebody else's hold."""
+        name = handle.instance, handle.hold
+        if name in self._holds and self._holds[name].rid == handle.rid:
+            self._given_up.setdefault(name, now)
 
     def _freed(self, me: Instance, rid: Rid) -> None:
         name = self._of_rid.get((me, rid))

@@ -5,7 +5,6 @@ In the params dialect the legs leave in turn, decode's with what prefill has ans
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from random import Random
 from typing import Protocol
@@ -36,33 +35,21 @@ from pdplane.core.effects import AnswerHeld
 from pdplane.core.errors import Cause, bad_request, client_left, deadline, unavailable
 from pdplane.core.events import (
     Cancel,
-    Event,
-    Handle,
     HandleRefused,
-    JobArrived,
-    LegArrived,
     LegRefused,
-    RequestArrived,
 )
 from pdplane.core.events import ReleaseHold as LetGo
-from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid, Room
 from pdplane.core.layout import PARAMS
 
 from .checkers import Violation
 from .content import Work
-from .handles import Answering, answered, lost_hold, tampered
+from .handles import answered, lost_hold, tampered
+from .legs import Client, Leg, Worker, event_of, prompt_id, prompt_of, work_of
 from .plan import Plan, Request, mint_room
 
 PREFILL_DRAIN_S = 15.0
 AGAIN_S = (0.01, 12.0)
-OTHER_PROMPT = 1_000_000
-
-
-class Worker(Answering, Protocol):
-    alive: bool
-
-    def post(self, event: Event) -> None: ...
 
 
 class World(Protocol):
@@ -78,42 +65,6 @@ class World(Protocol):
     def process(self, name: str) -> Worker: ...
 
     def say(self, who: str, text: str) -> None: ...
-
-
-class Leg(msgspec.Struct, eq=False):
-    """One leg of one attempt. `worker` is a life: a successor on the same address never gets it."""
-
-    client: Client
-    attempt: int
-    side: Side
-    rid: Rid
-    room: Room
-    worker: Worker
-    refused_at_edge: bool
-    sent: bool = False
-    arrived: bool = False
-    closed: bool = False
-    heard_at: float = 0.0
-    handle: Handle | None = None  # what decode's leg brings
-    again: bool = False  # with a handle that went out before: nobody waits for it
-
-
-class Client(msgspec.Struct, eq=False):
-    """One request: its machine, its legs, and what it came to."""
-
-    request: Request
-    machine: RequestAttempts
-    arrived_at: float
-    legs: dict[Side, Leg] = {}
-    rids: list[Rid] = []
-    room: Room | None = None
-    serial: int = 0
-    handle: Handle | None = None  # of this attempt
-    lease_ends: float = 0.0
-    finished_at: float | None = None
-    verdict: Cause | None = None
-    replied: bool = False
-    done: bool = False
 
 
 class SimRouter:
@@ -178,7 +129,7 @@ class SimRouter:
 
         def done(leg: Leg) -> Effects:
             client = leg.client
-            client.handle = answered(who, answer, _prompt_id(work.prompt, work.prompt_tokens), self._plan)
+            client.handle = answered(who, answer, prompt_id(work.prompt, work.prompt_tokens), self._plan)
             client.lease_ends = self._world.now + answer.lease_s
             return client.machine.prefill_done(leg.attempt, held=True)
 
@@ -265,7 +216,7 @@ class SimRouter:
             self._begin(client)
         leg = self._open_leg(client, side, attempt)
         if side == DECODE and client.handle is not None:
-            leg.handle = tampered(client.handle, client.request.tampers, self._prompt_of(leg))
+            leg.handle = tampered(client.handle, client.request.tampers, prompt_of(leg))
             self._replay(leg, "sent")
 
     def _begin(self, client: Client) -> None:
@@ -305,22 +256,6 @@ class SimRouter:
             name, rid = leg.worker.name, leg.rid
             world.at(world.now + world.uniform(*self._plan.hop_s), lambda: world.process(name).post(LetGo(rid, cause)))
 
-    def _work(self, leg: Leg, aggregated: bool) -> Work:
-        request = leg.client.request
-        return Work(
-            leg.rid,
-            leg.room,
-            leg.client.serial,
-            request.prompt_tokens,
-            request.max_new,
-            request.stops_at,
-            breaks_here=request.breaks_at == leg.side,
-            prompt=self._leg_prompt(leg) if self._plan.dialect == PARAMS else request.prompt,
-            family=request.family,
-            family_tokens=request.family_tokens,
-            marked_by_prompt=self._plan.shares_prefixes and not aggregated,
-        )
-
     def _room(self, client: Client) -> Room:
         """Where prefills are ranks of one group, a room that is its rank's modulo their number."""
         request, machine = client.request, client.machine
@@ -331,20 +266,11 @@ class SimRouter:
         room = mint_room(self._world.rng)
         return Room(room + (rank - room) % size)
 
-    def _leg_prompt(self, leg: Leg) -> int:
-        """Which prompt this leg carries."""
-        request = leg.client.request
-        differs = request.prompts_differ or request.tampers == "digest"
-        return request.prompt + (OTHER_PROMPT if leg.side == DECODE and differs else 0)
-
-    def _prompt_of(self, leg: Leg) -> PromptId:
-        return _prompt_id(self._leg_prompt(leg), leg.client.request.prompt_tokens)
-
     def _send(self, leg: Leg, delay_s: float) -> None:
         world = self._world
         self._legs[leg.rid] = leg
         leg.client.rids.append(leg.rid)
-        world.works[leg.rid] = self._work(leg, leg.client.machine.prefill is None)
+        world.works[leg.rid] = work_of(leg, self._plan)
         world.at(world.now + delay_s + world.uniform(*self._plan.hop_s), lambda: self._arrived(leg))
 
     def _arrived(self, leg: Leg) -> None:
@@ -368,7 +294,7 @@ class SimRouter:
                 leg.worker.post(LegRefused(room=leg.room, cause=cause))
             self.refused(leg.rid, cause)
             return
-        leg.worker.post(self._leg_event(leg))
+        leg.worker.post(event_of(leg, self._plan, self._world.works[leg.rid], self._world.now))
         if leg.closed:
             self._tell_close(leg)
 
@@ -381,42 +307,6 @@ class SimRouter:
             cause = Cause("lease_too_short", "too little is left of the lease", 503, retryable=True, side=PREFILL)
             self._carry(client, client.machine.decode_failed(leg.attempt, Failure(cause=cause, blames=HANDOFF)))
         return True
-
-    def _leg_event(self, leg: Leg) -> LegArrived | JobArrived | RequestArrived:
-        request, client, plan, now = leg.client.request, leg.client, self._plan, self._world.now
-        deadline_at = now + max(0.001, client.arrived_at + request.deadline_s - now)
-        prefill, decode = client.machine.prefill, leg.side == DECODE
-        if prefill is None:
-            return JobArrived(
-                rid=leg.rid,
-                prompt_tokens=request.prompt_tokens,
-                max_new=request.max_new,
-                deadline=deadline_at,
-                priority=request.priority,
-            )
-        prompt = self._prompt_of(leg)
-        if plan.dialect == PARAMS:
-            return RequestArrived(
-                rid=leg.rid,
-                prompt=prompt,
-                max_new=request.max_new if decode else 1,
-                deadline=deadline_at,
-                priority=request.priority,
-                page_keys=self._world.works[leg.rid].page_keys,
-                handle=leg.handle,
-            )
-        rank = plan.dp_of(prefill) + request.wrong_rank
-        return LegArrived(
-            rid=leg.rid,
-            room=leg.room,
-            prompt=prompt,
-            max_new=request.max_new,
-            deadline=deadline_at,
-            priority=request.priority,
-            address=f"{'group' if plan.dp else prefill}:registry" if decode else "",
-            dp_rank=rank % 2 if decode and (plan.names_rank or request.wrong_rank) else None,
-            page_keys=self._world.works[leg.rid].page_keys,
-        )
 
     def _end(self, leg: Leg, cause: Cause) -> None:
         """Close and abort call, which may overtake each other; a router that tells nobody does neither."""
@@ -449,10 +339,6 @@ class SimRouter:
             self.over_since |= dict.fromkeys(client.rids, world.now)
         if not client.machine.over:
             world.at(world.now + PREFILL_DRAIN_S, lambda: self._carry(client, client.machine.drain_limit()))
-
-
-def _prompt_id(prompt: int, tokens: int) -> PromptId:
-    return PromptId(hashlib.blake2b(prompt.to_bytes(4, "little"), digest_size=16).digest(), tokens)
 
 
 def _line(effect: msgspec.Struct) -> str:
