@@ -11,16 +11,17 @@ from random import Random
 import pytest
 
 from pdplane.core.connector import Finished, KVConnector, KVConnectorBase, Matched
-from pdplane.core.effects import ConnectorWork, Count
+from pdplane.core.effects import AnswerRow, ConnectorWork, Count
 from pdplane.core.events import ConnectorOutput, KVOutput, Released, ReleaseHold, RequestArrived, Sampled
 from pdplane.core.ids import PageId, Rank, Rid
 from pdplane.core.node import Node
+from pdplane.core.pages import Page
 from pdplane.core.params_decode import ParamsDecodeNode
 from pdplane.core.params_prefill import ParamsPrefillNode
 
 from ..core.chaos_params import ChaosParams
 from ..core.facing import limits
-from ..core.facing_params import FacingParams, cause, request
+from ..core.facing_params import FacingParams, answers, cause, request
 from .checker import Checked
 from .facing_store import FacingStore
 
@@ -107,6 +108,27 @@ def test_ours_keeps_the_contract_whatever_happens(base: int) -> None:
         left = [fault for checked in alive for fault in checked.settled()]
         assert left == [], seed
         assert chaos.world.idle()
+
+
+def test_a_connector_that_says_nothing_more_keeps_nothing_and_loads_nothing() -> None:
+    """What each connector starts from."""
+    watched: list[Checked] = []
+
+    def plain(node: Node) -> KVConnector:
+        watched.append(Checked(node, KVConnectorBase()))
+        return watched[-1]
+
+    world = FacingParams(d_connector=plain, p_connector=plain)
+    world.ask(1, 40, keys="ab")
+    world.p.take(Sampled(rid=Rid("p1"), token=7))
+    world.p.take(Released(rid=Rid("p1")))
+    assert [type(answer) for answer in answers(world.p, "p1")] == [AnswerRow]
+    assert world.prefill.ledger.counts[Page.CACHED] == 2
+    world.d.take(request("d1", 40, b"prompt", 0.0))
+    assert (world.run_of(1).computed, world.run_of(1).gated) == (0, False)
+    world.let_go(1)
+    assert [checked.settled() for checked in watched] == [[], []]
+    assert world.idle()
 
 
 # --- breaches -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdplane.core.connector import RankOutputs
@@ -16,6 +16,10 @@ RANKS = [Rank(tp=tp) for tp in range(3)]
 STRANGER = Rank(tp=7)
 LIVE = [Rid("a"), Rid("b"), Rid("c")]
 RIDS = [*LIVE, Rid("gone")]
+
+PROPERTY = settings(
+    deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)  # however busy the machine is
 
 some = st.sets(st.sampled_from(RIDS))
 outputs = st.builds(
@@ -34,7 +38,7 @@ def told(said: list[tuple[Rank, KVOutput]], ranks: list[Rank] = RANKS) -> list[K
     return [one.add(rank, output) for rank, output in said]
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_nothing_is_complete_before_every_rank_has_said_it(said: list[tuple[Rank, KVOutput]]) -> None:
     for name in ("finished_sending", "finished_recving", "confirmed"):
@@ -46,7 +50,7 @@ def test_nothing_is_complete_before_every_rank_has_said_it(said: list[tuple[Rank
                 assert who.pop(rid) == set(RANKS)
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(st.permutations(RANKS), st.lists(st.integers(0, 2), max_size=6))
 def test_it_is_complete_when_the_last_rank_has_said_it_however_often_the_others_have(
     order: list[Rank], again: list[int]
@@ -57,7 +61,7 @@ def test_it_is_complete_when_the_last_rank_has_said_it_however_often_the_others_
     assert whole[-1] == KVOutput(finished_recving={LIVE[0]}, confirmed={LIVE[0]})
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_what_a_stranger_says_is_not_heard(said: list[tuple[Rank, KVOutput]]) -> None:
     heard = [(rank, output) for rank, output in said if rank in RANKS]
@@ -66,7 +70,7 @@ def test_what_a_stranger_says_is_not_heard(said: list[tuple[Rank, KVOutput]]) ->
     assert [whole for (rank, _), whole in zip(said, told(said), strict=True) if rank in RANKS] == told(heard)
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_of_whom_nobody_knows_all_passes_at_once_and_nothing_is_kept(said: list[tuple[Rank, KVOutput]]) -> None:
     gone = Rid("gone")
@@ -78,14 +82,14 @@ def test_of_whom_nobody_knows_all_passes_at_once_and_nothing_is_kept(said: list[
             assert (gone in output.failed_recving) == (gone in whole.failed_recving)
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_bad_pages_pass_at_once_and_all_of_them(said: list[tuple[Rank, KVOutput]]) -> None:
     for (rank, output), whole in zip(said, told(said), strict=True):
         assert whole.invalid_block_ids == (output.invalid_block_ids if rank in RANKS else set())
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_a_failure_is_told_with_the_end_of_its_load_or_after_it_and_never_lost(
     said: list[tuple[Rank, KVOutput]],
@@ -102,7 +106,7 @@ def test_a_failure_is_told_with_the_end_of_its_load_or_after_it_and_never_lost(
     assert failed & over & set(LIVE) <= late
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_nothing_that_has_failed_is_confirmed_any_more(said: list[tuple[Rank, KVOutput]]) -> None:
     failed = set[Rid]()
@@ -111,7 +115,7 @@ def test_nothing_that_has_failed_is_confirmed_any_more(said: list[tuple[Rank, KV
         assert whole.confirmed & failed <= {Rid("gone")}
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports)
 def test_one_rank_alone_is_heard_as_it_speaks(said: list[tuple[Rank, KVOutput]]) -> None:
     """With one rank there is nothing to wait for, but that a failure waits for the end of its load."""
@@ -121,7 +125,7 @@ def test_one_rank_alone_is_heard_as_it_speaks(said: list[tuple[Rank, KVOutput]])
         assert whole.finished_sending == output.finished_sending
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(reports, reports)
 def test_who_is_forgotten_begins_anew(before: list[tuple[Rank, KVOutput]], after: list[tuple[Rank, KVOutput]]) -> None:
     one = RankOutputs(RANKS, LIVE)
@@ -132,7 +136,7 @@ def test_who_is_forgotten_begins_anew(before: list[tuple[Rank, KVOutput]], after
     assert [one.add(rank, output) for rank, output in after] == told(after)
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@PROPERTY
 @given(st.lists(outputs, max_size=4))
 def test_what_is_said_in_pieces_is_what_is_said_at_once(pieces: list[KVOutput]) -> None:
     """Of one rank, between two questions."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdplane.core.effects import AnswerHeld, CancelMoves, MovePages, SendFrame
+from pdplane.core.effects import AnswerHeld, CancelMoves, Dial, MovePages, SendFrame
 from pdplane.core.errors import Cause
-from pdplane.core.events import ConnectorOutput, FrameIn, KVOutput, MoveDone, ReleaseHold
+from pdplane.core.events import ConnectorOutput, FrameIn, Handle, KVOutput, MoveDone, ReleaseHold, RouteFailed
 from pdplane.core.frames import Confirm, Confirmed, Frame, HoldIdentity, PromptId, Read, ReadFailed, Reject, Release
 from pdplane.core.ids import GrantNo, HoldNo, Instance, Rank, Rid
 from pdplane.core.params_table import HE, H
@@ -286,10 +286,41 @@ def test_a_release_by_another_than_the_consumer_is_late() -> None:
 
 def test_a_release_by_whoever_never_read_ends_what_nobody_reads() -> None:
     world = met()
-    says(world, Release(**named(world, 2, grant=0), cause=cause()))
+    says(world, Release(**named(world, 2, grant=0), cause=cause(), rid=Rid("p2")))
     assert world.holder(2).state is H.RELEASED
-    says(world, Release(**named(world, 2, grant=0), cause=cause()))
+    says(world, Release(**named(world, 2, grant=0), cause=cause(), rid=Rid("p2")))
     assert world.holder(2).state is H.RELEASED
+
+
+@pytest.mark.parametrize("rid", ["", "p1", "p", "p22"])
+def test_a_release_by_number_alone_ends_nothing_that_nobody_has_read(rid: str) -> None:
+    world = met()
+    says(world, Release(**named(world, 2, grant=0), cause=cause(), rid=Rid(rid)))
+    assert world.holder(2).state is H.HELD
+    assert "release" in world.p.counted("late")
+
+
+def forged(world: FacingParams) -> Handle:
+    """Of somebody else's hold, by its number, and of a prompt of the forger's own."""
+    return msgspec.structs.replace(world.handles[2], rid=Rid("mine"), prompt=PromptId(b"mine", 40))
+
+
+def test_a_forged_handle_that_is_refused_at_the_door_lets_go_of_nobody_elses_hold() -> None:
+    world = met()
+    world.read(3, forged(world), name=b"another")
+    assert world.d.failed("d3").code == "prompt_mismatch"
+    assert world.holder(2).state is H.HELD
+    world.read(2)
+    assert world.holder(2).state is H.BOUND
+
+
+def test_a_forger_who_leaves_while_it_reads_lets_go_of_nobody_elses_hold() -> None:
+    world = met()
+    world.second(3, forged(world))
+    world.leave(world.d, "d3")
+    world.pump()
+    assert world.holder(2).state is H.HELD
+    assert "release" in world.p.counted("late")
 
 
 def test_unknown_holds_are_counted_and_whoever_asks_is_told() -> None:
@@ -420,3 +451,39 @@ def test_a_notice_never_ends_what_is_not_finished() -> None:
     assert world.p.counted("late") == ["finished_sending", "finished_sending"]
     world.computed(1)
     assert world.holder(1).state is H.HELD
+
+
+def test_what_no_scheduler_and_no_connector_knows_is_late() -> None:
+    """An event of the other dialect, and a frame in another's name."""
+    world = met()
+    for box in (world.p, world.d):
+        box.take(RouteFailed("nowhere", cause()))
+        assert "RouteFailed" in box.counted("late")
+    world.read(2)
+    grant = world.reader(2).grant
+    (conn,) = world.conns
+    stranger = Confirmed(**named(world, 2, grant, src="P9", dst="D1"))
+    world.d.take(FrameIn(conn, stranger))
+    assert "identity" in world.d.counted("late")
+    assert not world.may_leave(2)
+
+
+def test_a_handle_that_names_a_rank_which_its_prefill_has_not_is_refused_without_a_dial() -> None:
+    world = FacingParams()
+    handle = world.hold(1)
+    world.second(1, msgspec.structs.replace(handle, dp=3))
+    assert (world.d.failed("d1").code, world.d.failed("d1").status) == ("no_such_rank", 400)
+    assert world.d.all(Dial) == []
+    world.wait(30.0)
+    assert world.idle()
+
+
+def test_what_decode_has_under_way_can_be_asked() -> None:
+    world = FacingParams(d_limits=limits(pages=4))
+    world.hold(1)
+    world.hold(2)
+    world.read(1)
+    world.read(2)
+    node = world.decode
+    assert (node.live, node.parked, node.waiting, node.sessions()) == (2, 1, 1, 1)
+    assert (node.owner_of(Rid("d1")), node.owner_of(Rid("d2")), node.owner_of(Rid("d9"))) == ("d1", "", "")

@@ -272,22 +272,36 @@ def test_who_comes_when_a_dial_has_just_failed_is_told_at_once_and_nobody_dials(
 
 
 def test_the_longer_a_prefill_is_not_found_the_more_seldom_it_is_tried() -> None:
-    missed, gone = Missed(), Cause("prefill_unreachable", "", 503)
+    missed, gone, there = Missed(), Cause("prefill_unreachable", "", 503), (Instance("P1"), "p:1")
     now, waits = 0.0, []
     for _ in range(6):
-        missed.note(Instance("P1"), gone, now)
-        missed.note(Instance("P1"), gone, now + 0.1)  # another one who had waited for the same dial
+        missed.note(there, gone, now)
+        missed.note(there, gone, now + 0.1)  # another one who had waited for the same dial
         at = now
-        while missed.cause(Instance("P1"), now):
+        while missed.cause(there, now):
             now += 0.25
         waits.append(now - at)
     assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
     missed.met(Instance("P1"))
-    missed.note(Instance("P1"), gone, now)
-    assert missed.cause(Instance("P1"), now + 0.6) is None
+    missed.note(there, gone, now)
+    assert missed.cause(there, now + 0.6) is None
     for number in range(2 * MOST):
-        missed.note(Instance(f"N{number}"), gone, now)
+        missed.note((Instance(f"N{number}"), "p:1"), gone, now)
     assert len(missed) == MOST
+
+
+def test_a_handle_with_a_wrong_address_fails_nobody_else() -> None:
+    """Whoever asks decode directly may name any address for a prefill that lives."""
+    world = FacingParams()
+    world.hold(2)
+    nowhere = world.port(host="nowhere")
+    lying = msgspec.structs.replace(world.hold(1), endpoints=((Rank(), nowhere),))
+    world.silent.add(nowhere)
+    world.second(1, lying)
+    world.d.take(DialFailed(nowhere, Rank(), "no route to host"))
+    assert world.d.failed("d1").code == "prefill_unreachable"
+    world.read(2)
+    assert world.reader(2).state is L.READING
 
 
 def test_a_successor_is_not_taken_for_the_dead_one() -> None:

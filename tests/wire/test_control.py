@@ -37,7 +37,7 @@ from pdplane.core.frames import (
     TopLogprob,
     Welcome,
 )
-from pdplane.core.ids import MAX_ROOM, GrantNo, HoldNo, Instance, PageId, Rank, Room, Shape
+from pdplane.core.ids import MAX_ROOM, GrantNo, HoldNo, Instance, PageId, Rank, Rid, Room, Shape
 from pdplane.core.layout import OLDEST_PROTOCOL, PROTOCOL_VERSION, LayoutGroup, Stamp
 from pdplane.wire.control import (
     KINDS,
@@ -172,8 +172,13 @@ GOLDEN: list[tuple[Frame, str]] = [
     ),
     (
         Release(**HELD, cause=Cause("aborted", "x", 499)),
-        f"590000000187a174a772656c65617365{HELD_HEX}a5636175736583a4636f6465a761626f72746564a76d657373616765a178"
-        "a6737461747573cd01f3",
+        f"5e0000000188a174a772656c65617365{HELD_HEX}a5636175736583a4636f6465a761626f72746564a76d657373616765a178"
+        "a6737461747573cd01f3a3726964a0",
+    ),
+    (
+        Release(**HELD, cause=Cause("aborted", "x", 499), rid=Rid("r.0.0")),
+        f"630000000188a174a772656c65617365{HELD_HEX}a5636175736583a4636f6465a761626f72746564a76d657373616765a178"
+        "a6737461747573cd01f3a3726964a5722e302e30",
     ),
     (Renew(**LEASES), f"2d0000000185a174a572656e6577{LEASES_HEX}"),
     (Renewed(**LEASES, lease_s=1.5), f"400000000186a174a772656e65776564{LEASES_HEX}a76c656173655f73cb3ff8000000000000"),
@@ -314,7 +319,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Confirm, **held),
     st.builds(Confirmed, **held, refusal=st.none() | causes),
     st.builds(ReadFailed, **held, cause=causes),
-    st.builds(Release, **held, cause=causes),
+    st.builds(Release, **held, cause=causes, rid=names.map(Rid)),
     st.builds(Renew, src=names, dst=names, rank=ranks, holds=st.lists(holds, max_size=40).map(tuple)),
     st.builds(Renewed, src=names, dst=names, rank=ranks, holds=st.just((HoldNo(1),)), lease_s=st.floats(0, 1e6)),
 )

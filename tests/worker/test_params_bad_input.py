@@ -66,6 +66,10 @@ REFUSED: dict[str, tuple[Spoil, tuple[int, str]]] = {
     "another digest": (field(pd_prompt_digest="0" * 32), (400, "prompt_mismatch")),
     "the params of another prompt": (lambda _, other: other, (400, "prompt_mismatch")),
     "another prompt's hold": (taken("pd_grant"), (400, "prompt_mismatch")),
+    "another prompt's hold, and a digest of nothing": (
+        lambda params, other: {**params, "pd_grant": other["pd_grant"], "pd_prompt_digest": "0" * 32},
+        (400, "prompt_mismatch"),
+    ),
     "a hold that never was": (field(pd_grant=10**9), (404, "unknown_hold")),
     "a foreign engine": (field(remote_engine_id="x", pd_instance="x"), (409, "wrong_instance")),
     "two engines": (field(remote_engine_id="x"), INVALID),
@@ -77,6 +81,7 @@ REFUSED: dict[str, tuple[Spoil, tuple[int, str]]] = {
 
 async def serves(it: Pair) -> None:
     told, whole = await it.both(BODY), await it.whole.post(COMPLETIONS, BODY)
+    assert told.status_code == 200, told.text
     assert texts(told) == texts(whole)
 
 
@@ -93,6 +98,17 @@ async def test_spoilt_params_are_refused_and_the_next_request_is_right(name: str
         await serves(it)
         if "params of another" not in name:  # these were brought here, and nobody else has them
             assert texts(await it.read(others, other)) == texts(await it.whole.post(COMPLETIONS, others))
+        await it.prefill.post("/abort_request", {"abort_all": True})
+        await it.at_rest()
+
+
+async def test_what_is_refused_for_another_reason_lets_go_of_no_hold_that_it_only_knows_by_number() -> None:
+    async with pair() as it:
+        others = {**BODY, "prompt": "a bridge too far"}
+        params, other = await it.params(BODY), await it.params(others)
+        answer = await it.read({**BODY, "temperature": -1}, {**params, "pd_grant": other["pd_grant"]})
+        assert answer.status_code == 400
+        assert texts(await it.read(others, other)) == texts(await it.whole.post(COMPLETIONS, others))
         await it.prefill.post("/abort_request", {"abort_all": True})
         await it.at_rest()
 

@@ -72,6 +72,25 @@ async def test_a_release_call_ends_it_at_once() -> None:
         assert again.json() == {"released": [], "unknown": [rid]}
 
 
+async def test_a_release_call_with_many_names_looks_each_of_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of all that is held for each of 20,000 names would stop the control thread for as long."""
+    async with prefill() as one:
+        rids = [await held(one) for _ in range(3)]
+        told: list[int] = []
+        list_holds = shell(one).node.holds_told
+
+        def counted() -> list[dict[str, object]]:
+            told.append(1)
+            return list_holds()
+
+        monkeypatch.setattr(shell(one).node, "holds_told", counted)
+        names = [f"nobody-{number}" for number in range(20_000)]
+        answer = (await one.post("/v1/kv/release", {"request_ids": [*names, *rids]})).json()
+        assert (answer["released"], answer["unknown"]) == (rids, names)
+        assert not told
+        assert one.idle
+
+
 @pytest.mark.parametrize("named", [True, False])
 async def test_an_abort_call_ends_it_too(named: bool) -> None:
     async with prefill() as one:

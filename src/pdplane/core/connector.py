@@ -23,11 +23,14 @@ and at prefill `on_new_request`, then `request_finished` exactly once: delay_fre
 A load that fails is named in `failed_recving` (nothing of it is trusted) or by its pages in `invalid_block_ids` (those
 before the first bad one are good, if the load is confirmed), and in `finished_recving` in either case, when nothing of
 it touches the pages any more. One that is all right is in `confirmed` too; one that failed need not be. A load may be
-over before it has begun: where no prefill is to be found, say.
+over before it has begun: where no prefill is to be found, say. And it may turn out wrong when it is over: as long as it
+is not confirmed, `failed_recving` takes the engine back.
 
-What has finished is taken in one order: confirmations and failures first, then bad pages, then who has finished (so
-that a failed load is ended before its pages are freed by the same report). What is said of a request twice, or of one
-that is not known here, is counted late and changes nothing.
+What has finished is taken in one order: confirmations (not of what has failed) and failures first, then bad pages, then
+who has finished (so that a failed load is ended before its pages are freed by the same report). What is said of a
+request twice, or of one that is not known here, is counted late and changes nothing.
+
+Ours are in hold_connector.py and pull_connector.py; one over files, and a checker of all this, in tests/connectors.
 """
 
 from __future__ import annotations

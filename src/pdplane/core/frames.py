@@ -12,7 +12,7 @@ from typing import TypedDict
 import msgspec
 
 from .errors import Cause
-from .ids import NO_GRANT, GrantNo, HoldNo, Instance, PageId, Rank, Room, Shape
+from .ids import NO_GRANT, GrantNo, HoldNo, Instance, PageId, Rank, Rid, Room, Shape
 from .layout import Stamp
 
 
@@ -225,9 +225,11 @@ class Confirm(_HoldFrame, frozen=True, tag="confirm", kw_only=True):
 
 
 class Release(_HoldFrame, frozen=True, tag="release", kw_only=True):
-    """Decode will not read, or not go on reading. Not answered."""
+    """Decode will not read, or not go on reading. Not answered. `rid`: prefill's name of what it holds; numbers can be
+    guessed, so that of one who has read nothing yet this is what shows that the hold was answered to it."""
 
     cause: Cause
+    rid: Rid = Rid("")
 
 
 class _Leases(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):

@@ -179,11 +179,15 @@ class HoldConnector(KVConnectorBase):
         return holder.consumer == Consumer(link.there.instance, frame.grant)
 
     def _released(self, holder: Holder, link: Link, frame: Release) -> None:
-        """Its consumer's word, or that of one who was meant to be it and never began."""
-        if holder.consumer not in (None, Consumer(link.there.instance, frame.grant)):
+        """Its consumer's word, or that of one who was meant to be it and never began, and knows its name."""
+        if holder.consumer:
+            theirs = holder.consumer == Consumer(link.there.instance, frame.grant)
+        else:
+            theirs = holder.request.rid == frame.rid
+        if theirs:
+            holder.apply(HE.RELEASE, cause=frame.cause)
+        else:
             self.node.count("late", "release")
-            return
-        holder.apply(HE.RELEASE, cause=frame.cause)
 
     def _unfit(self, holder: Holder, link: Link, read: Read) -> Cause | None:
         """O1, rule 2: exactly the last pages of this hold, for the prompt that it is of, over the links there are."""
@@ -257,6 +261,9 @@ class HoldConnector(KVConnectorBase):
         for link in [link for link in self._links if link.there.instance == peer]:
             del self._links[link]
         self.node.out.append(Teardown(peer))
+
+    def holding(self, rid: Rid) -> bool:
+        return rid in self._by_rid
 
     def told(self) -> list[dict[str, object]]:
         """What is held, for whoever asks."""

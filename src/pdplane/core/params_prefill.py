@@ -100,6 +100,10 @@ class ParamsPrefillNode(Node):
         """What is held for readers: rid, hold, pages, lease left, consumer."""
         return self.held.told()
 
+    def holding(self, rid: Rid) -> bool:
+        """Whether something is held for readers under this name."""
+        return self.held.holding(rid)
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _event(self, event: Event) -> None:

@@ -35,7 +35,7 @@ from .frames import Beat, Confirmed, Frame, HoldIdentity, ReadFailed, Release, R
 from .ids import NO_GRANT, ConnId, GrantNo, HoldNo, Instance, Link, PageId, Rid
 from .leases import Leases
 from .membership import Membership
-from .missed import Missed
+from .missed import Missed, Place
 from .node import Node
 from .params_table import LA, LE, L
 from .peers import Peers
@@ -65,6 +65,7 @@ class Owed(msgspec.Struct, frozen=True):
 
     grant: GrantNo
     cause: Cause
+    rid: Rid
 
 
 class PullConnector(KVConnectorBase):
@@ -107,7 +108,7 @@ class PullConnector(KVConnectorBase):
         reader = Reader(request, self._next_serial(), self)
         self.readers[request.rid] = self._of_hold[_name(reader.handle)] = self._of_serial[reader.serial] = reader
         self._leases.keep(reader.handle.instance, reader.handle.hold, reader.handle.lease_s)
-        if missed := self._missed.cause(reader.handle.instance, self.node.now):
+        if missed := self._missed.cause(_place(reader.handle), self.node.now):
             reader.apply(LE.UNREACHABLE, cause=missed)
         else:
             self._seek(reader.handle, reader.serial)
@@ -206,16 +207,16 @@ class PullConnector(KVConnectorBase):
         """Now where a session is up; else it is owed, and somebody dials. Beyond that the lease ends it."""
         link = self._link_to(handle.instance)
         if link is not None:
-            self._release(link, handle.hold, Owed(grant, cause))
+            self._release(link, handle.hold, Owed(grant, cause, handle.rid))
             return
-        self._owed[_name(handle)] = Owed(grant, cause)
+        self._owed[_name(handle)] = Owed(grant, cause, handle.rid)
         self.node.timers.set(("owed", _name(handle)), self.node.now + self.node.limits.peer_wait_s)
         self._seek(handle, self._next_serial())
 
     def _release(self, link: Link, hold: HoldNo, owed: Owed) -> None:
         there = link.there
         named = HoldIdentity(hold=hold, grant=owed.grant, src=self.instance, dst=there.instance, rank=there.rank)
-        self.send(link, Release(**named, cause=owed.cause))
+        self.send(link, Release(**named, cause=owed.cause, rid=owed.rid))
 
     def drop_lease(self, reader: Reader) -> None:
         self._leases.drop(reader.handle.instance, reader.handle.hold)
@@ -257,7 +258,7 @@ class PullConnector(KVConnectorBase):
     def route_bad(self, room: Serial, cause: Cause) -> None:
         if reader := self._of_serial.get(room):
             if cause.code == "prefill_unreachable":
-                self._missed.note(reader.handle.instance, cause, self.node.now)
+                self._missed.note(_place(reader.handle), cause, self.node.now)
             reader.apply(LE.UNREACHABLE, cause=cause)
 
     def session_up(self, link: Link) -> None:
@@ -327,7 +328,7 @@ class PullConnector(KVConnectorBase):
     # --- where a prefill is -----------------------------------------------------------------------------------------
 
     def _seek(self, handle: Handle, serial: Serial) -> None:
-        address = f"{','.join(str(at) for _, at in handle.endpoints)}/{handle.shape}/{handle.dp}"
+        _, address = _place(handle)
         self._routes[address] = RouteKnown(address, handle.endpoints, handle.shape, follow_room=False)
         self._peers.seek(address, serial, handle.dp)
         self._answer_look_ups()
@@ -360,6 +361,10 @@ class PullConnector(KVConnectorBase):
 
     def _beat(self) -> Beat:
         return Beat(src=self.instance)
+
+
+def _place(handle: Handle) -> Place:
+    return handle.instance, f"{','.join(str(at) for _, at in handle.endpoints)}/{handle.shape}/{handle.dp}"
 
 
 def _name(handle: Handle) -> Name:

@@ -25,7 +25,8 @@ class ParamsPrefillGroup(Group[ParamsPrefillShell]):
     def release_holds(self, rids: Sequence[str], cause: Cause) -> tuple[list[str], list[str]]:
         """Nobody will read these: (released, unknown), by exact name. Idempotent."""
         released = [rid for rid in rids if any(shell.release_hold(rid, cause) for shell in self.shells)]
-        return released, [rid for rid in rids if rid not in released]
+        gone = set(released)
+        return released, [rid for rid in rids if rid not in gone]
 
 
 class ParamsDecodeGroup(Group[ParamsDecodeShell]):

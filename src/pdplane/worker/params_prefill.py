@@ -67,7 +67,7 @@ class ParamsPrefillShell(PairedShell[ParamsPrefillNode]):
 
     def release_hold(self, rid: str, cause: Cause) -> bool:
         """False where nothing is held under this name."""
-        if not any(hold["rid"] == rid for hold in self.holds):
+        if not self.node.holding(Rid(rid)):
             return False
         self.post(ReleaseHold(Rid(rid), cause))
         return True
@@ -183,9 +183,8 @@ class ParamsPrefillShell(PairedShell[ParamsPrefillNode]):
             record.links[link] = LinkRecord(str(ours), str(link.there), self.movers.kind_of(link))
 
     def legs(self, key: str) -> list[dict[str, Any]]:
-        return [
-            {**leg, "holds": [hold for hold in self.holds if hold["rid"] == leg["rid"]]} for leg in super().legs(key)
-        ]
+        held = {hold["rid"]: hold for hold in self.holds}  # one for each name at most
+        return [{**leg, "holds": [held[leg["rid"]]] if leg["rid"] in held else []} for leg in super().legs(key)]
 
     def grants_of(self, record: LegRecord) -> list[dict[str, Any]]:
         return [{**describe(grant), "hold": record.hold} for grant in self.grants.of(record.hold)]
