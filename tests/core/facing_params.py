@@ -43,8 +43,9 @@ from pdplane.core.holder import Holder
 from pdplane.core.ids import HoldNo, Instance, Link, PageId, Rank, Rid, Seat, Shape
 from pdplane.core.node import Limits, Node
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode, Scheduled
+from pdplane.core.params_decode import ParamsDecodeNode
 from pdplane.core.params_prefill import ParamsPrefillNode
+from pdplane.core.params_scheduled import Scheduled
 from pdplane.core.params_table import H, L, RequestStatus
 from pdplane.core.reader import Reader
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from pdplane.core import params_decode
+from pdplane.core import params_loads
 from pdplane.core.effects import RunWhole, SendFrame, Ungate
 from pdplane.core.errors import Cause
 from pdplane.core.frames import Confirmed, Read, ReadFailed, Release, Renew, Renewed
@@ -16,7 +16,8 @@ from pdplane.core.hold_connector import HoldConnector
 from pdplane.core.holder import Holder
 from pdplane.core.ids import HoldNo, Link
 from pdplane.core.leases import Leases
-from pdplane.core.params_decode import ParamsDecodeNode, Scheduled
+from pdplane.core.params_decode import ParamsDecodeNode
+from pdplane.core.params_scheduled import Scheduled
 from pdplane.core.params_table import HA, HE, HOLDER, LA, LE, READER, H, L
 from pdplane.core.pull_connector import PullConnector
 from pdplane.core.reader import Reader
@@ -136,7 +137,7 @@ def any_answer(stack: ExitStack) -> None:
 
 def replay_computed(stack: ExitStack) -> None:
     """A spent handle is one like any other that could not be loaded: decode computes the prompt, and says nothing."""
-    swap(stack, params_decode, "REPLAYS", frozenset())
+    swap(stack, params_loads, "REPLAYS", frozenset())
 
 
 def refusal_forgotten(stack: ExitStack) -> None:
@@ -202,7 +203,7 @@ def no_digest(stack: ExitStack) -> None:
     def pages_alone(self: HoldConnector, holder: Holder, link: Link, read: Read) -> Cause | None:
         return unfit(self, holder, link, msgspec.structs.replace(read, prompt=holder.request.prompt))
 
-    swap(stack, ParamsDecodeNode, "_unfit", lambda self, event, handle: None)
+    swap(stack, ParamsDecodeNode, "_misfit", lambda self, event, handle: None)
     swap(stack, HoldConnector, "_unfit", pages_alone)
 
 
