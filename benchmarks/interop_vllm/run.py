@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -59,6 +60,15 @@ class Run:
     def _rows(self, title: str) -> Rows:
         self.measured.parts.append(Rows(title))
         return self.measured.parts[-1]
+
+    def to_its_end(self, part: str) -> None:
+        """A part that breaks off is a row that is not right; what was measured before is shown all the same."""
+        try:
+            asyncio.run(self.vllm() if part == "vllm" else self.ours())
+        except Exception as error:
+            traceback.print_exc()
+            got = f"broke off: {type(error).__name__}: {error}"
+            self._rows(f"the part {part}").add("its run", "to its end", got, False)
 
     # --- vLLM's engines -------------------------------------------------------------------------------------------
 
@@ -132,7 +142,8 @@ class Run:
 
     async def _leave(self, who: str, gated: Pair, limit_s: float | None) -> None:
         rows = self._rows(f"{who}: clients leave")
-        self.measured.left[who] = await leave_in_each(rows, gated, limit_s, self._options.seed)
+        seed = self._options.seed + len(self.measured.left)  # prompts that no cache knows from the last time
+        self.measured.left[who] = await leave_in_each(rows, gated, limit_s, seed)
 
     async def _deaths(self, who: str, servers: dict[str, Server], single: str, gated: Pair, promises: Promises) -> None:
         writer = Writer(tokenizer(), random.Random(self._options.seed), plain=True)
@@ -159,7 +170,7 @@ def main() -> int:
     started = time.monotonic()
     run = Run(options, model)
     for part in options.parts:
-        asyncio.run(run.vllm() if part == "vllm" else run.ours())
+        run.to_its_end(part)
     print(f"\n{run.measured}")
     failed = run.measured.failed
     print(f"{failed or 'no'} rows not right; {time.monotonic() - started:.0f} s; {load()}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ from pdplane.core.errors import Refused
 from pdplane.core.events import ControlEndpoint
 from pdplane.core.frames import PromptId, Row
 from pdplane.core.ids import HoldNo, Instance, PageId, Rank, Rid, Shape
+from pdplane.wire.body import decode_object
 from pdplane.wire.params import answered, check_asked_to_hold, handles_in, read_hand_off, reused_tokens
 
 DIGEST = bytes(range(16))
@@ -279,3 +283,18 @@ def test_tokens_that_are_none_are_refused(ids: object) -> None:
         reused_tokens(told(prompt_token_ids=ids))
     assert refused.value.cause.param == "kv_transfer_params.prompt_token_ids"
     assert refused.value.cause.status == 400
+
+
+def deeper(frames: int, read: Callable[[], object]) -> object:
+    return deeper(frames - 1, read) if frames else read()
+
+
+def test_what_is_read_at_the_door_is_not_too_deep_for_whoever_refuses_it_further_in() -> None:
+    depths = range(sys.getrecursionlimit() - 200, sys.getrecursionlimit())
+    for depth in depths:
+        try:
+            fields = decode_object(b'{"kv_transfer_params":' + b"[" * depth + b"]" * depth + b"}")
+        except Refused:
+            continue  # too deep already
+        with pytest.raises(Refused, match="must be an object or null"):
+            deeper(60, functools.partial(read_hand_off, fields["kv_transfer_params"]))

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pdplane.core.errors import Refused, bad_request
+from pdplane.wire.body import NOT_JSON, read_with_headroom
 from pdplane.wire.sampling import MAX_SAMPLES
 
 TOPOLOGY = (
@@ -100,8 +101,12 @@ class Body(msgspec.Struct, gc=False):
         return self.prefix + _encode(added)[1:] if added else self.plain()
 
     def fields(self) -> dict[str, msgspec.Raw]:
-        """By name, values as they came."""
+        """By name, values as they came; after `check`."""
         return _fields.decode(self.plain())
+
+    def check(self) -> None:
+        """Raises Refused (400) where the body cannot be read whole: the first look skips what nobody needs."""
+        _read_fields(self.plain())
 
 
 _needed = msgspec.json.Decoder(Needed)
@@ -114,11 +119,9 @@ _encode = msgspec.json.Encoder().encode
 def read_body(raw: bytes, max_samples: int = 1024) -> Body:
     """Raises Refused (400): not a JSON object, or too many samples. Wrong types and values are left to the worker."""
     try:
-        needed = _needed.decode(raw)
-    except msgspec.ValidationError:
-        raise Refused(bad_request("the request body must be a JSON object", code="invalid_json")) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(bad_request(f"the request body is not valid JSON: {error}", code="invalid_json")) from None
+        needed = read_with_headroom(_needed.decode, raw)
+    except NOT_JSON as error:
+        raise _no_object(raw, error) from None
     if needed.untouched():
         end = raw.rindex(b"}")
         body = Body(raw[:end] + b"," if raw[end - 1] not in _BARE else _prefix(raw))
@@ -130,8 +133,21 @@ def read_body(raw: bytes, max_samples: int = 1024) -> Body:
     return body
 
 
+def _read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return read_with_headroom(_fields.decode, raw)
+    except NOT_JSON as error:
+        raise _no_object(raw, error) from None
+
+
+def _no_object(raw: bytes, error: Exception) -> Refused:
+    if isinstance(error, msgspec.ValidationError) and not raw.lstrip().startswith(b"{"):
+        return Refused(bad_request("the request body must be a JSON object", code="invalid_json"))
+    return Refused(bad_request(f"the request body is not valid JSON: {error}", code="invalid_json"))
+
+
 def _without(raw: bytes, names: tuple[str, ...]) -> bytes:
-    fields = _fields.decode(raw)
+    fields = _read_fields(raw)
     for name in names:
         fields.pop(name, None)
     return _encode(fields)
@@ -153,7 +169,7 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
     if n == 1 and not given and not needed.sampling_params:
         return
     if needed.sampling_params and _first(needed.sampling_params) == "{":
-        n = _sampling.decode(needed.sampling_params).n
+        n = _choices_of(needed.sampling_params)
     if n.__class__ is not int or not 1 <= n <= MAX_SAMPLES:
         body.odd_n = n is not None
         n = 1
@@ -166,6 +182,14 @@ def _count_samples(body: Body, needed: Needed, max_samples: int) -> None:
                 param="n" if n > 1 else "prompt",
             )
         )
+
+
+def _choices_of(sampling_params: msgspec.Raw) -> Any:
+    """Its `n`; what cannot be read is as odd as any other value, and left to the worker."""
+    try:
+        return _sampling.decode(sampling_params).n
+    except NOT_JSON:
+        return ""
 
 
 def _count_prompts(body: Body, given: msgspec.Raw) -> int:
@@ -211,7 +235,10 @@ def samples_of(body: Body, *, chat: bool) -> tuple[list[Body], int]:
 
 def _whole(raw: msgspec.Raw | None) -> int | None:
     """An integer field's value; None where it is absent or no integer."""
-    value = msgspec.json.decode(raw) if raw else None
+    try:
+        value = msgspec.json.decode(raw) if raw else None
+    except NOT_JSON:
+        return None  # out of range, say: a worker's to refuse
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -286,11 +286,11 @@ class Driver:
             self._begin_turn(attempt, now)
         turn = self._turn
         assert turn is not None
+        worker = self._worker(effect.side)
+        worker.took(self.samples)  # from here on it is let go of, whatever becomes of the leg
         rid, content = turn.prefill_leg() if effect.side == PREFILL else turn.decode_leg(now)
         lines = self._incoming.passed_on() + self.router.timeout_line(self.deadline - now)
         data = with_length(b"x-request-id: %b\r\n%b" % (rid.encode(), lines), content)
-        worker = self._worker(effect.side)
-        worker.took(self.samples)
         leg = self._send(worker, attempt, worker.head(self.path) + data, now)
         if effect.side == PREFILL:
             self._prefill_leg = leg
@@ -301,7 +301,7 @@ class Driver:
         body, pair = self._body, self._pair
         assert body is not None
         assert pair.prefill is not None
-        self._decode_leg = None
+        self._prefill_leg = self._decode_leg = None
         self._ranks = pair.prefill.ranks
         ranks = self._ranks.take(1, together=True) if self._ranks is not None else ()
         rids = params.mint_rids(self.request_id, self.sample, attempt)
@@ -332,8 +332,7 @@ class Driver:
 
     def _end_leg(self, effect: attempts.EndLeg) -> None:
         leg = self._prefill_leg if effect.side == PREFILL else self._decode_leg
-        assert leg is not None
-        if leg.end():
+        if leg is not None and leg.end():  # None: a fault of ours kept it from leaving
             record = self._attempt
             assert record is not None
             ended = EndedLeg(self.path, record.rids, record.rooms)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pdplane.core.errors import Cause
+from pdplane.wire.body import NOT_JSON
 
 from .backends import Backend, EndedLeg, StopCall
 from .call import CallFailed, call
@@ -103,5 +104,5 @@ class Guard:
 def _any_released(body: bytes) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_Released).released)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return False

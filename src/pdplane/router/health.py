@@ -13,6 +13,8 @@ from time import monotonic
 
 import msgspec
 
+from pdplane.wire.body import NOT_JSON
+
 from .backends import Backend
 from .backends.pdplane import words
 from .call import CallFailed, call
@@ -123,5 +125,5 @@ def _draining(health: bytes) -> str:
     """Why a worker takes nothing new, as its health says it; "" where it does. Other bodies say nothing of it."""
     try:
         return words(_health.decode(health).draining)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return ""

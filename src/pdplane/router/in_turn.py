@@ -10,6 +10,7 @@ import msgspec
 from pdplane.core.attempts import HANDOFF, PREFILL, Failure
 from pdplane.core.errors import Cause
 from pdplane.core.ids import Rid
+from pdplane.wire.body import NOT_JSON
 
 from .body import Body
 from .legs import params as dialect
@@ -68,7 +69,7 @@ class InTurn:
         self.record.answered = now
         try:
             self.handoff = handoff = dialect.read_handoff(body, router.config.vllm_lease_s)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        except (*NOT_JSON, ValueError) as error:
             message = f"prefill's answer is no hand-off: {error}"
             return Failure(cause=Cause("upstream_garbled", message, 502, retryable=True, side=PREFILL))
         if handoff is None:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pdplane.wire.body import NOT_JSON
+
 Fields = dict[str, msgspec.Raw]
 Usage = dict[str, Any]
 
@@ -50,7 +52,7 @@ class MergedBody:
     def closing(self) -> bytes:
         try:
             return self._merged([_fields.decode(b"".join(parts)) for parts in self._parts])
-        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
+        except (*NOT_JSON, TypeError) as error:
             raise SampleFailed(f"a sample's answer cannot be read: {error}") from None
 
     def _merged(self, answers: list[Fields]) -> bytes:
@@ -90,12 +92,13 @@ class MergedStream:
         try:
             fields = _fields.decode(data)
             choices = numbered(fields.get("choices", _NULL), sample) if "choices" in fields else []
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            usage = None if choices else _usage.decode(fields.get("usage", _NULL))
+        except NOT_JSON:
             raise SampleFailed(f"sample {sample} streams what is no chunk: {data[:80]!r}") from None
         if bytes(fields.get("error", _NULL)) != b"null":
             raise SampleFailed(_message_of(fields["error"], sample))
         if not choices:
-            self._usages[sample] = _usage.decode(fields.get("usage", _NULL))
+            self._usages[sample] = usage
             self._last = fields
             return b""
         return _event(fields | {"id": self._id, "choices": msgspec.Raw(_encode(choices))})
@@ -145,6 +148,6 @@ class _Error(msgspec.Struct):
 def _message_of(error: msgspec.Raw, sample: int) -> str:
     try:
         told = msgspec.json.decode(error, type=_Error).message
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         told = ""
     return f"sample {sample} broke off its answer: {told or 'no reason given'}"

@@ -8,6 +8,7 @@ import msgspec
 
 from pdplane.core.attempts import DECODE, PREFILL, Failure, retry_safe
 from pdplane.core.errors import Cause, Refused, bad_request
+from pdplane.wire.body import NOT_JSON
 from pdplane.wire.sampling import MAX_SAMPLES
 
 from .body import Body
@@ -59,7 +60,8 @@ def fitting(body: Body, pairing: Pairing, barred: Collection[str] = NOBODY) -> P
 def pair_for(
     path: str, body: Body, pairing: Pairing, barred: Collection[str] = NOBODY, *, again: bool = False
 ) -> Pair | None:
-    """As `fitting`, by what each dialect takes. `again`: after an attempt, when it is too late to split the request."""
+    """As `fitting`, by what each dialect takes. Raises Refused (400) also for a body of which no leg can be made.
+    `again`: after an attempt, when it is too late to split the request."""
     pair = fitting(body, pairing, barred)
     if pair is None or pair.decode.dialect != PARAMS or not pair.one_each:
         return pair
@@ -68,6 +70,7 @@ def pair_for(
     if body.odd_n:
         message = f"n must be a whole number from 1 to {MAX_SAMPLES}: each choice has a pair of legs of its own"
         raise Refused(bad_request(message, code="invalid_value", param="n", side="router"))
+    body.check()  # legs are made of its fields, when it is too late to refuse
     return pair
 
 
@@ -110,7 +113,7 @@ def refusal(leg: Leg, said: WorkerAnswer) -> Failure:
     """A worker's error answer as a failure. Its own word on `retryable` and `side` counts where it gave one."""
     try:
         error = _error_body.decode(said.body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         error = _Error()
     message = error.message or f"{leg.side} {leg.worker.url} answered {said.status}"
     cause = Cause(

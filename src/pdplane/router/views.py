@@ -13,6 +13,7 @@ import msgspec
 import pdplane
 from pdplane.core.errors import Cause, bad_request
 from pdplane.observe.prometheus import family, labelled, single
+from pdplane.wire.body import NOT_JSON
 from pdplane.wire.errors import error_body, error_detail
 
 from .answers import answer as plain_answer
@@ -188,7 +189,7 @@ def _abort(router: Router, incoming: Incoming, close: bool) -> Answer:
         asked = msgspec.json.decode(incoming.body, type=AbortCall)
     except msgspec.ValidationError as error:
         return _error(bad_request(f"the abort call's body is wrong: {error}", side="router"), close)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         return _error(bad_request(f"the abort call's body is not valid JSON: {error}", code="invalid_json"), close)
     authorization = incoming.headers.get(b"authorization", b"")
     if asked.abort_all and router.config.open_to_all:

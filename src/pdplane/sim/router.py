@@ -68,7 +68,7 @@ class World(Protocol):
 
 
 class SimRouter:
-    """`load` by worker name: legs that are counted now."""
+    """`load` by worker name: legs that are counted now. `under_way`: legs that no worker has seen yet."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -79,7 +79,7 @@ class SimRouter:
         self.load = dict.fromkeys(self._plan.names, 0)
         self.clients: dict[int, Client] = {}
         self.over_since: dict[Rid, float] = {}
-        self.attempts = 0
+        self.attempts = self.under_way = 0
 
     @property
     def all_done(self) -> bool:
@@ -270,11 +270,13 @@ class SimRouter:
         world = self._world
         self._legs[leg.rid] = leg
         leg.client.rids.append(leg.rid)
+        self.under_way += 1
         world.works[leg.rid] = work_of(leg, self._plan)
         world.at(world.now + delay_s + world.uniform(*self._plan.hop_s), lambda: self._arrived(leg))
 
     def _arrived(self, leg: Leg) -> None:
         """At the worker's HTTP edge; `closed` meanwhile means that the close comes right behind it."""
+        self.under_way -= 1
         if self._too_late(leg):
             return
         leg.sent = True

@@ -113,7 +113,8 @@ class SimWorld:
         self._check_release()
 
     def _all_over(self) -> bool:
-        return self.now >= self._last_fault_s and self.router.all_done and self.ends.running == 0
+        over = self.router.all_done and not self.router.under_way and self.ends.running == 0
+        return over and self.now >= self._last_fault_s
 
     def _until(self, over: Callable[[], bool], bound: float) -> None:
         same = 0

@@ -7,7 +7,7 @@ served is refused unless its value asks for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +15,12 @@ import msgspec
 from pdplane.core.errors import Refused, bad_request
 
 T = TypeVar("T")
+
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises over bytes that are no JSON, or not of the wanted kind."""
+
+DEEP = 256  # brackets: with fewer of them nothing comes near the stack's limit
+HEADROOM = 100  # frames
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
@@ -25,11 +31,21 @@ def invalid(message: str, param: str, *, code: str = "invalid_value") -> Refused
     return Refused(bad_request(message, code=code, param=param))
 
 
+def read_with_headroom(read: Callable[[bytes], T], raw: bytes) -> T:
+    """`read(raw)`, with frames of the stack to spare: whoever reads, shows or writes it later may stand deeper in the
+    stack, and what is nested too deep for that is a RecursionError here and not there."""
+    return read(raw) if raw.count(b"[") + raw.count(b"{") < DEEP else _deeper(read, raw, HEADROOM)
+
+
+def _deeper(read: Callable[[bytes], T], raw: bytes, frames: int) -> T:
+    return _deeper(read, raw, frames - 1) if frames else read(raw)
+
+
 def decode_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`. Raises Refused (400) for anything else."""
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        value = read_with_headroom(msgspec.json.decode, body)
+    except NOT_JSON as error:
         raise Refused(bad_request(f"the request body is not valid JSON: {error}", code="invalid_json")) from None
     if not isinstance(value, dict):
         raise Refused(bad_request("the request body must be a JSON object", code="invalid_json"))

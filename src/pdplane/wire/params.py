@@ -23,7 +23,7 @@ from pdplane.core.frames import PromptId
 from pdplane.core.ids import HoldNo, Instance, PageId, Rank, Rid, Shape
 from pdplane.core.layout import pages_for
 
-from .body import convert
+from .body import NOT_JSON, convert
 
 FIELD = "kv_transfer_params"
 INVALID = "invalid_params"
@@ -143,7 +143,7 @@ def handles_in(body: bytes) -> list[Handle]:
     """The hand-off that a body names which was refused for whatever reason, if it can be read: one at most."""
     try:
         told = read_hand_off(_BODY.decode(body).kv_transfer_params)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Refused):
+    except (*NOT_JSON, Refused):
         return []
     return [told.handle] if told else []
 

@@ -10,6 +10,7 @@ from pdplane.core.attempts import DECODE, HANDOFF, Failure
 from pdplane.core.errors import Cause
 from pdplane.core.ids import Shape
 from pdplane.core.layout import Stamp
+from pdplane.wire.body import NOT_JSON
 from pdplane.wire.registry import MAX_RANKS
 
 from ..refusals import refusal
@@ -109,7 +110,7 @@ def take(worker: Worker, body: bytes) -> str:
     try:
         info = _info.decode(body)
         stamp = msgspec.convert(info.stamp, Stamp) if info.stamp is not None else None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         return f"/server_info cannot be read: {error}"
     if info.dialect not in (ROOMS, PARAMS):
         return f"speaks the dialect {info.dialect!r}, and this router {ROOMS} and {PARAMS}; run the same release"

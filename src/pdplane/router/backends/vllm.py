@@ -10,6 +10,7 @@ import msgspec
 
 from pdplane.core.attempts import DECODE, HANDOFF, Failure
 from pdplane.core.errors import Cause
+from pdplane.wire.body import NOT_JSON
 
 from ..refusals import refusal
 from ..upstream import Leg, WorkerAnswer
@@ -48,7 +49,7 @@ class Vllm:
             return f"/v1/models answers {status}"
         try:
             models = _models.decode(body).data
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             return f"/v1/models cannot be read: {error}"
         if not models or not models[0].id:
             return "/v1/models names no model"

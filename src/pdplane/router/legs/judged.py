@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from pdplane.wire.body import NOT_JSON
+
 from ..upstream import WorkerAnswer, unframed
 from .rooms import DecodeLeg
 
@@ -116,7 +118,7 @@ def _wordless(event: bytes) -> bool:
         return False
     try:
         choices = _event.decode(event.partition(b":")[2]).choices
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return False
     return bool(choices) and all(
         one.delta is not None and one.delta.wordless and one.finish_reason is None for one in choices
@@ -130,7 +132,7 @@ def error_of(event: bytes) -> WorkerAnswer | None:
         return None
     try:
         error = _event.decode(data).error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return None
     if error is None:
         return None

@@ -16,6 +16,7 @@ import msgspec
 
 from pdplane.core.attempts import PREFILL
 from pdplane.core.ids import Rid
+from pdplane.wire.body import NOT_JSON
 
 from ..body import Body
 from ..upstream import Leg, unframed
@@ -75,7 +76,7 @@ _params = msgspec.json.Decoder(_Params)
 
 def read_handoff(body: bytes, lease_s: float) -> Handoff | None:
     """None: no params, or no blocks in them, so that there is nothing to fetch. `lease_s`: where the answer names none.
-    Raises msgspec.MsgspecError or UnicodeDecodeError: not an answer of this dialect."""
+    Raises one of NOT_JSON: not an answer of this dialect."""
     answer = _answer.decode(body)
     raw = bytes(answer.kv_transfer_params)
     if raw in _NULLS:
@@ -137,7 +138,7 @@ def takes_ids(body: Body, *, chat: bool) -> bool:
     ids (embeddings, messages that hold more than text)."""
     try:
         asked = _asked.decode(body.plain())
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return False  # what is wrong with it is prefill's to say
     if asked.echo not in (None, False) or asked.prompt_embeds is not None:
         return False

@@ -15,7 +15,7 @@ import msgspec
 
 from pdplane.core.errors import Refused, bad_request
 from pdplane.core.ids import BadRoom, Rid, Room, parse_room
-from pdplane.wire.body import invalid
+from pdplane.wire.body import NOT_JSON, invalid
 from pdplane.wire.legs import LegFields
 
 MAX_NAME = 512
@@ -104,7 +104,7 @@ def rooms_of(body: bytes) -> list[Room]:
     """The rooms that a body names which was refused for whatever reason, as far as they can be read."""
     try:
         given = _named_rooms.decode(body).bootstrap_room
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return []
     rooms = []
     for value in given if isinstance(given, list) else [given]:
