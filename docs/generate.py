@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pdplane.cli.http import ADMIN_KEY, API_KEY
 from pdplane.cli.up import UpConfig
-from pdplane.core.params_table import HOLDER, READER
-from pdplane.core.table import RECEIVER, SENDER
+from pdplane.core.params.table import HOLDER, READER
+from pdplane.core.rooms.table import RECEIVER, SENDER
 from pdplane.registry.server import RegistryConfig
 from pdplane.router.config import RouterConfig
 from pdplane.settings import env_of, flag_of
@@ -29,8 +29,8 @@ def states_page() -> str:
         [
             "# The state tables of both dialects",
             "",
-            "Written from `src/pdplane/core/table.py` and `params_table.py` by `make docs`; change it there. A missing",
-            "cell counts the event as late and changes nothing. The words: [protocol.md](protocol.md) and",
+            "Written from `core/rooms/table.py` and `core/params/table.py` by `make docs`; change it there.",
+            "A missing cell counts the event as late and changes nothing. The words: [protocol.md](protocol.md) and",
             "[params.md](params.md).",
             "",
             "## Rooms, decode: the receiver, one per room",

@@ -16,8 +16,8 @@ from pdplane.core.events import ConnectorOutput, KVOutput, Released, ReleaseHold
 from pdplane.core.ids import PageId, Rank, Rid
 from pdplane.core.node import Node
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
 
 from ..core.chaos_params import ChaosParams
 from ..core.facing import limits

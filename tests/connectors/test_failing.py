@@ -12,7 +12,7 @@ from pdplane.core.effects import Alarm, RunPrefill, RunWhole, Ungate
 from pdplane.core.events import ConnectorOutput, KVOutput
 from pdplane.core.ids import PageId, Rank, Rid
 from pdplane.core.pages import Page
-from pdplane.core.params_table import RequestStatus
+from pdplane.core.params.table import RequestStatus
 
 from ..core.facing import only
 from .facing_store import FacingStore

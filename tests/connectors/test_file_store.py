@@ -11,7 +11,7 @@ from pdplane.core.events import HandleRefused, Released, ReleaseHold
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import Rid
 from pdplane.core.pages import Page
-from pdplane.core.params_table import RequestStatus
+from pdplane.core.params.table import RequestStatus
 
 from ..core.facing import limits, only
 from ..core.facing_params import FacingParams, answers, cause

@@ -18,7 +18,7 @@ LIVE = [Rid("a"), Rid("b"), Rid("c")]
 RIDS = [*LIVE, Rid("gone")]
 
 PROPERTY = settings(
-    deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )  # however busy the machine is
 
 some = st.sets(st.sampled_from(RIDS))

@@ -140,7 +140,7 @@ class StoreChaos:
         return bad
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 80))
 def test_whatever_is_answered_is_right_and_everything_is_given_back(seed: int, steps: int) -> None:
     with TemporaryDirectory() as folder:

@@ -35,8 +35,8 @@ from pdplane.core.events import (
 )
 from pdplane.core.frames import Confirm, PromptId, Read, Release
 from pdplane.core.ids import GrantNo, HoldNo, Instance, Link, MoveNo, Rid
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
 
 from .facing import PAGE, Box, limits
 from .facing_params import Engines, FacingParams, back, cause, pages, request

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeVar
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     AnswerFailed,
     AnswerRow,
@@ -54,11 +53,12 @@ from pdplane.core.frames import Beat, DataEndpoint, Frame, PromptId
 from pdplane.core.ids import ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Seat, Shape
 from pdplane.core.layout import LayoutGroup, Stamp
 from pdplane.core.node import Limits, Node
-from pdplane.core.prefill import PrefillNode
-from pdplane.core.receiver import Receiver
-from pdplane.core.sender import Sender
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.prefill import PrefillNode
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.sender import Sender
+from pdplane.core.rooms.table import R, S
 from pdplane.core.session import Identity
-from pdplane.core.table import R, S
 
 E = TypeVar("E")
 F = TypeVar("F")

@@ -39,15 +39,15 @@ from pdplane.core.events import (
     Sampled,
 )
 from pdplane.core.frames import PromptId
-from pdplane.core.holder import Holder
 from pdplane.core.ids import HoldNo, Instance, Link, PageId, Rank, Rid, Seat, Shape
 from pdplane.core.node import Limits, Node
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
-from pdplane.core.params_scheduled import Scheduled
-from pdplane.core.params_table import H, L, RequestStatus
-from pdplane.core.reader import Reader
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.holder import Holder
+from pdplane.core.params.prefill import ParamsPrefillNode
+from pdplane.core.params.reader import Reader
+from pdplane.core.params.scheduled import Scheduled
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import PAGE, STAMP, Box, Facing, identity, limits
 

@@ -9,7 +9,6 @@ from typing import TypeVar, cast
 
 from pdplane.core.admission import Demand, demand
 from pdplane.core.batch import Batch
-from pdplane.core.door import Door
 from pdplane.core.effects import Count, Effect, Note
 from pdplane.core.errors import client_left
 from pdplane.core.events import Cancel, Computed, Event, LegArrived, Released, Retracted, Tick
@@ -18,9 +17,10 @@ from pdplane.core.ids import NO_GRANT, GrantNo, PageId, Rid, Room
 from pdplane.core.node import Limits, Node, TimerKey
 from pdplane.core.pages import Owner, Page
 from pdplane.core.prompt_pages import Prompt, PromptPages, Taken
-from pdplane.core.receiver import Receiver
 from pdplane.core.reserve import Reserve
-from pdplane.core.table import RE
+from pdplane.core.rooms.door import Door
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.table import RE
 
 E = TypeVar("E")
 

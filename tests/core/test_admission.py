@@ -11,7 +11,7 @@ from pdplane.core.frames import Announce
 from pdplane.core.layout import pages_for
 from pdplane.core.node import Limits
 from pdplane.core.pages import Page
-from pdplane.core.table import R
+from pdplane.core.rooms.table import R
 
 from .facing import Facing, limits
 

@@ -223,7 +223,7 @@ def step(machine: RequestAttempts, name: str, which: int, attempt: int) -> Effec
             return machine.cancel(LEFT if name == "left" else LATE)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(STEPS, st.integers(0, 3))
 def test_any_order_of_events_keeps_the_books(events: list[Step], retries: int) -> None:
     """Each opened leg is released exactly once and ended before it is forgotten; one verdict; one reply at most."""

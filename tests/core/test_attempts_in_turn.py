@@ -270,7 +270,7 @@ class Books:
         self.attempts += 1
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(STEPS, st.integers(0, 3))
 def test_any_order_of_events_lets_go_of_every_hold_once(events: list[Step], retries: int) -> None:
     """Each hold is taken or released exactly once, each leg released once; one verdict, one answer at most."""

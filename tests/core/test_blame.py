@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdplane.core.table import S
+from pdplane.core.rooms.table import S
 
 from .facing import Facing
 

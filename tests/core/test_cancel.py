@@ -10,7 +10,7 @@ from pdplane.core.errors import unavailable
 from pdplane.core.events import MoveDone, Released, RouteFailed, RouteKnown
 from pdplane.core.frames import Abort, Drained, Failed, Grant, Received, Success
 from pdplane.core.pages import Page
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import Facing, limits, only, prompt
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdplane.core.effects import AbortEngine, AnswerFailed, AnswerRow, MovePages, RunDecode, RunPrefill
 from pdplane.core.events import Computed, ConnLost, Released, Sampled
-from pdplane.core.table import R
+from pdplane.core.rooms.table import R
 
 from .facing import Box, Facing, limits
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pdplane.core.deadlines import Timers
 from pdplane.core.effects import Note
 from pdplane.core.events import Drain, Released
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import Facing, limits
 

@@ -10,7 +10,7 @@ from pdplane.core.events import MoveDone, OperatorRelease, Released
 from pdplane.core.frames import Abort, Announce, Drained, Grant, Hello, Received, Success
 from pdplane.core.ids import GrantNo, Instance
 from pdplane.core.pages import Page
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import STAMP, Facing, limits, only
 

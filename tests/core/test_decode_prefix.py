@@ -13,7 +13,7 @@ from pdplane.core.events import FrameIn
 from pdplane.core.frames import Failed, Grant, Success
 from pdplane.core.layout import PREFIX_PROTOCOL
 from pdplane.core.pages import Page
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import PAGE, Facing, limits, only, prompt
 

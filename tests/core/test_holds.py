@@ -10,7 +10,7 @@ from pdplane.core.errors import Cause
 from pdplane.core.events import ConnectorOutput, FrameIn, Handle, KVOutput, MoveDone, ReleaseHold, RouteFailed
 from pdplane.core.frames import Confirm, Confirmed, Frame, HoldIdentity, PromptId, Read, ReadFailed, Reject, Release
 from pdplane.core.ids import GrantNo, HoldNo, Instance, Rank, Rid
-from pdplane.core.params_table import HE, H
+from pdplane.core.params.table import HE, H
 
 from .facing import Box, limits, only
 from .facing_params import FacingParams, cause, pages

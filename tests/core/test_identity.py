@@ -12,7 +12,7 @@ from pdplane.core.errors import bad_request
 from pdplane.core.events import FrameIn, LegArrived, LegRefused
 from pdplane.core.frames import Abort, Announce, Beat, Drained, Failed, Grant, Received, Reject, Row, Success
 from pdplane.core.ids import ConnId, GrantNo, Instance, PageId, Rank, Rid, Room
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import Facing, limits, only, prompt
 

@@ -14,7 +14,7 @@ from pdplane.core.effects import Alarm, AnswerRow, MovePages, RunDecode
 from pdplane.core.events import Computed, FrameIn, MoveDone, Released, Sampled
 from pdplane.core.frames import Abort, Drained, Failed, Grant, Received
 from pdplane.core.ids import Room
-from pdplane.core.table import R, S
+from pdplane.core.rooms.table import R, S
 
 from .facing import Facing, limits, only, prompt
 

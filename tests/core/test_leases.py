@@ -9,8 +9,8 @@ from pdplane.core.effects import Note, RunWhole
 from pdplane.core.events import ConnLost, FrameIn
 from pdplane.core.frames import Confirm, Confirmed, Read, Renew, Renewed
 from pdplane.core.ids import ConnId, HoldNo, Instance, Rank
-from pdplane.core.leases import SHORTEST_S
-from pdplane.core.params_table import H, L, RequestStatus
+from pdplane.core.params.leases import SHORTEST_S
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import Box, limits, only
 from .facing_params import FacingParams

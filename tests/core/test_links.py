@@ -32,7 +32,7 @@ from pdplane.core.events import (
 from pdplane.core.frames import Abort, Announce, Drained, Failed, Grant, Received, Row, Success, Welcome
 from pdplane.core.ids import ConnId, GrantNo, Instance, Rank, Room, Shape
 from pdplane.core.membership import ASK_AGAIN_S
-from pdplane.core.table import SE, R, S
+from pdplane.core.rooms.table import SE, R, S
 
 from .facing import ADDRESS, Facing, only
 

@@ -103,7 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_an_audit_names_page_and_holder() -> None:

@@ -9,7 +9,7 @@ from pdplane.core.events import HandleRefused, Released, Sampled
 from pdplane.core.frames import Confirm, Read, Release
 from pdplane.core.ids import Rid
 from pdplane.core.pages import Page
-from pdplane.core.params_table import H, L, RequestStatus
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import limits, only
 from .facing_params import FacingParams, answers, cause

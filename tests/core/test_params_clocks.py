@@ -9,7 +9,7 @@ from pdplane.core.events import GrantQuiet, MoveDone, OperatorRelease, PagesLand
 from pdplane.core.frames import Release, Renew
 from pdplane.core.ids import GrantNo, Rank
 from pdplane.core.pages import Page
-from pdplane.core.params_table import H, RequestStatus
+from pdplane.core.params.table import H, RequestStatus
 
 from .facing import limits, only
 from .facing_params import FacingParams

@@ -12,10 +12,10 @@ from pdplane.core.errors import Cause
 from pdplane.core.events import DialFailed, TornDown
 from pdplane.core.frames import Confirm, Confirmed, Read, ReadFailed, Release
 from pdplane.core.ids import GrantNo, HoldNo, Instance, Rank
-from pdplane.core.missed import MOST, Missed
 from pdplane.core.pages import Page
-from pdplane.core.params_table import H, L, RequestStatus
-from pdplane.core.pull_connector import MAX_KNOWN
+from pdplane.core.params.missed import MOST, Missed
+from pdplane.core.params.pull_connector import MAX_KNOWN
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import limits, only
 from .facing_params import FacingParams

@@ -9,7 +9,7 @@ from pdplane.core.events import MoveDone, ReleaseHold
 from pdplane.core.frames import Confirm, Confirmed, ReadFailed
 from pdplane.core.ids import Rid
 from pdplane.core.pages import Page
-from pdplane.core.params_table import H, L, RequestStatus
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import limits, only
 from .facing_params import FacingParams, answers, cause

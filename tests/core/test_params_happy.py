@@ -20,7 +20,7 @@ from pdplane.core.effects import (
 from pdplane.core.events import Drain, Released, Sampled
 from pdplane.core.frames import Confirm, Confirmed, Read, Release
 from pdplane.core.pages import Page
-from pdplane.core.params_table import H, L, RequestStatus
+from pdplane.core.params.table import H, L, RequestStatus
 
 from .facing import PAGE, limits, only
 from .facing_params import FacingParams, answers, request

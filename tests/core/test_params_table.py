@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdplane.core.params_table import HA, HE, HOLDER, LA, LE, OVER, READER, H, L, RequestStatus
+from pdplane.core.params.table import HA, HE, HOLDER, LA, LE, OVER, READER, H, L, RequestStatus
 
 from .facing_params import FacingParams, cause
 from .test_table import reachable

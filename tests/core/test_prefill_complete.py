@@ -7,7 +7,7 @@ import pytest
 from pdplane.core.effects import AbortEngine, AnswerRow, ArmGrant, MovePages, RunDecode, RunPrefill
 from pdplane.core.frames import Drained, Failed, Grant, Ready, Received
 from pdplane.core.pages import Page
-from pdplane.core.table import KVPoll, R, S
+from pdplane.core.rooms.table import KVPoll, R, S
 
 from .facing import AHEAD, PAGE, Facing, limits, only, prompt
 

@@ -145,7 +145,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefix = PrefixMachine.TestCase
-TestPrefix.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefix.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # --- in words -----------------------------------------------------------------------------------------------------

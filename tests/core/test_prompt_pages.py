@@ -125,7 +125,7 @@ class PromptPagesMachine(RuleBasedStateMachine):
 
 
 TestPromptPages = PromptPagesMachine.TestCase
-TestPromptPages.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPromptPages.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 # --- in words -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pdplane.core.effects import SendFrame as Send
 from pdplane.core.events import Released
 from pdplane.core.frames import Announce, Grant, Received, Success
 from pdplane.core.pages import Page
-from pdplane.core.table import KVPoll, R, S
+from pdplane.core.rooms.table import KVPoll, R, S
 
 from .facing import MEMORY, Facing, limits, only
 

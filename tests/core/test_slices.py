@@ -49,7 +49,7 @@ def carried(cut: Slice) -> list[tuple[int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(layouts, sizes, tps, tps)
 def test_all_links_together_bring_every_byte_of_every_shard_once_and_from_its_own_place(
     groups: tuple[LayoutGroup, ...], page_size: int, prefill: int, decode: int
@@ -73,7 +73,6 @@ def test_all_links_together_bring_every_byte_of_every_shard_once_and_from_its_ow
         assert len(got) == len(wanted)
 
 
-@settings(deadline=None)
 @given(layouts, sizes, tps)
 def test_between_equal_sizes_each_rank_moves_its_whole_page_to_its_like(
     groups: tuple[LayoutGroup, ...], page_size: int, tp: int
@@ -88,7 +87,6 @@ def test_between_equal_sizes_each_rank_moves_its_whole_page_to_its_like(
         assert cut.size_bytes == shard_bytes(groups, page_size, rank, tp)
 
 
-@settings(deadline=None)
 @given(sizes, tps, tps)
 def test_rows_that_every_rank_holds_whole_come_from_one_rank_and_the_others_are_dummies(
     page_size: int, prefill: int, decode: int

@@ -218,7 +218,7 @@ wishes = st.builds(
     wanted=st.lists(wishes, max_size=8),
     choices=st.randoms(use_true_random=False),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_in_any_world_a_random_order_of_moves_ends(limits: Limits, wanted: list[Wish], choices: object) -> None:
     world = World(limits, wanted)
     for _ in range(5000):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdplane.core.errors import client_left
 from pdplane.core.ids import NO_GRANT
-from pdplane.core.receiver import Receiver
-from pdplane.core.sender import Sender
-from pdplane.core.table import RA, RE, RECEIVER, SA, SE, SENDER, KVPoll, R, S, receiver_poll, sender_poll
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.sender import Sender
+from pdplane.core.rooms.table import RA, RE, RECEIVER, SA, SE, SENDER, KVPoll, R, S, receiver_poll, sender_poll
 
 from .facing import Facing
 

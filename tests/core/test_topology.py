@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.ids import Rank, Shape
@@ -160,7 +160,6 @@ def decode_ranks(decode: Shape) -> list[Rank]:
     return sorted(ranks_of(decode))
 
 
-@settings(deadline=None)
 @given(pair=pairs_of_groups())
 def test_targets_are_ranks_of_the_group_in_order_and_each_is_named_once(pair: Pair) -> None:
     prefill, decode, spread = pair
@@ -170,7 +169,6 @@ def test_targets_are_ranks_of_the_group_in_order_and_each_is_named_once(pair: Pa
         assert ranks == [rank for rank in ranks_of(prefill) if rank in set(ranks)]
 
 
-@settings(deadline=None)
 @given(pair=pairs_of_groups())
 def test_as_many_answer_as_write_and_as_many_tell_as_each_writer_expects(pair: Pair) -> None:
     prefill, decode, spread = pair
@@ -183,7 +181,6 @@ def test_as_many_answer_as_write_and_as_many_tell_as_each_writer_expects(pair: P
             assert tellers == found.required_dst_info_num
 
 
-@settings(deadline=None)
 @given(pair=pairs_of_groups())
 def test_every_rank_that_holds_heads_has_a_taker(pair: Pair) -> None:
     prefill, decode, _ = pair
@@ -197,7 +194,6 @@ def test_every_rank_that_holds_heads_has_a_taker(pair: Pair) -> None:
 heads = st.integers(1, 40)
 
 
-@settings(deadline=None)
 @given(tps=tp_pairs(), count=heads)
 def test_our_slices_move_between_these_ranks_where_each_has_heads(tps: tuple[int, int], count: int) -> None:
     """A rank without heads (fewer heads than ranks) is left out of the links, but it is still a target."""
@@ -213,7 +209,6 @@ def test_our_slices_move_between_these_ranks_where_each_has_heads(tps: tuple[int
         assert linked == mapped
 
 
-@settings(deadline=None)
 @given(tps=tp_pairs())
 def test_our_mla_rows_come_from_the_real_rank(tps: tuple[int, int]) -> None:
     prefill, decode = tps

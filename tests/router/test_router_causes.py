@@ -7,7 +7,7 @@ import pytest
 
 from pdplane.core.errors import Cause, unavailable
 from pdplane.core.ids import Room
-from pdplane.core.reception import row_gone
+from pdplane.core.rooms.reception import row_gone
 from pdplane.wire.errors import error_body
 
 from .router_fakes import Behaviour, fleet, ok, until

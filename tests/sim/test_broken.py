@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from pdplane.core.receiver import Receiver
-from pdplane.core.table import RECEIVER, SENDER
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.table import RECEIVER, SENDER
 from pdplane.sim.broken import BROKEN, variant
 from pdplane.sim.run import Caught, run_broken, run_seed
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from pdplane.core.layout import PARAMS, ROOMS
-from pdplane.core.params_table import HOLDER, READER
-from pdplane.core.table import RECEIVER, SENDER
+from pdplane.core.params.table import HOLDER, READER
+from pdplane.core.rooms.table import RECEIVER, SENDER
 from pdplane.sim.coverage import BEYOND, COUNTS, Reached, cells, report, unreached
 from pdplane.sim.faults import StuckMoves
 from pdplane.sim.patterns import PATTERN_NAMES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdplane.core.batch import Batch
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import AnswerFailed, Dial, Effect, SendFrame
 from pdplane.core.errors import Cause
 from pdplane.core.events import (
@@ -25,6 +24,7 @@ from pdplane.core.events import (
 from pdplane.core.frames import DataEndpoint, Grant, Hello, PromptId, Row, Success, Welcome
 from pdplane.core.ids import ConnId, Instance, Link, Rank, Rid, Room, Seat, Shape
 from pdplane.core.node import Limits
+from pdplane.core.rooms.decode import DecodeNode
 from pdplane.core.session import Identity
 from pdplane.sim.process import KIND, STAMP
 

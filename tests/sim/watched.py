@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.ids import Instance, PageId, Rid, Room
 from pdplane.core.node import Limits
-from pdplane.core.prefill import PrefillNode
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.sim.content import Work
 from pdplane.sim.plan import Plan, plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.errors import Cause
@@ -325,7 +325,6 @@ frames: st.SearchStrategy[Frame] = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(frames, max_size=6), st.integers(1, 97))
 def test_frames_come_back_in_order_however_the_stream_is_cut(sent: list[Frame], cut: int) -> None:
     stream = b"".join(encode(frame) for frame in sent)
@@ -335,7 +334,6 @@ def test_frames_come_back_in_order_however_the_stream_is_cut(sent: list[Frame], 
     assert reader.half_frame_bytes == 0
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_waits_for_more_and_raises_nothing_else(garbage: bytes) -> None:
     reader = FrameReader()
@@ -344,7 +342,6 @@ def test_garbage_is_refused_or_waits_for_more_and_raises_nothing_else(garbage: b
         assert all(type(frame) is UnknownKind or kind_of(frame) in KINDS for frame in got)
 
 
-@settings(deadline=None)
 @given(frames, st.integers(0, 400), st.binary(min_size=1, max_size=8))
 def test_a_frame_with_broken_bytes_in_it_raises_nothing_else_either(frame: Frame, at: int, junk: bytes) -> None:
     whole = bytearray(encode(frame))

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdplane.core.effects import AnswerHeld
@@ -218,7 +218,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(told())), json_values)
 def test_whatever_stands_in_a_field_is_read_or_refused(field: str, value: object) -> None:
     try:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import msgspec
 
 from pdplane.core import layout
-from pdplane.core.decode import DecodeNode
 from pdplane.core.dialler import Dialler, DState
 from pdplane.core.effects import AbortEngine, CancelMoves
 from pdplane.core.errors import Cause
@@ -18,11 +17,12 @@ from pdplane.core.frames import Drained, Failed, Success, Welcome
 from pdplane.core.ids import Instance, Link, PageId, Room, Seat
 from pdplane.core.pages import Ledger, Owner, Page
 from pdplane.core.peers import Peers
-from pdplane.core.receiver import Receiver
-from pdplane.core.rooms import Rooms
-from pdplane.core.sender import Sender
+from pdplane.core.rooms.book import Rooms
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.sender import Sender
+from pdplane.core.rooms.table import RA, RECEIVER, SA, SE, SENDER, R, S
 from pdplane.core.session import Notice, Up
-from pdplane.core.table import RA, RECEIVER, SA, SE, SENDER, R, S
 
 Step = tuple[S, tuple[SA, ...]]
 

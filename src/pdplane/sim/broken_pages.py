@@ -12,19 +12,19 @@ import msgspec
 from pdplane.core import batch as batching
 from pdplane.core import prompt_pages
 from pdplane.core.batch import Batch, Running
-from pdplane.core.door import Door
 from pdplane.core.effects import ArmGrant, Effect, RestoreEngine, SendFrame
 from pdplane.core.frames import Grant
-from pdplane.core.holds import Holds
 from pdplane.core.ids import Link, PageId, Rank, Rid, Room
 from pdplane.core.membership import Membership, PrefillGroup
 from pdplane.core.pages import Page
 from pdplane.core.prefix import PrefixCache
-from pdplane.core.receiver import Receiver
-from pdplane.core.reception import Reception
 from pdplane.core.reserve import Reserve
-from pdplane.core.sender import Sender
-from pdplane.core.table import RA, SA, SE, S
+from pdplane.core.rooms.door import Door
+from pdplane.core.rooms.holds import Holds
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.reception import Reception
+from pdplane.core.rooms.sender import Sender
+from pdplane.core.rooms.table import RA, SA, SE, S
 
 from .broken_handoff import Step, set_cells, swap
 

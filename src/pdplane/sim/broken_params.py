@@ -8,19 +8,19 @@ from unittest.mock import patch
 
 import msgspec
 
-from pdplane.core import params_loads
 from pdplane.core.effects import RunWhole, SendFrame, Ungate
 from pdplane.core.errors import Cause
 from pdplane.core.frames import Confirmed, Read, ReadFailed, Release, Renew, Renewed
-from pdplane.core.hold_connector import HoldConnector
-from pdplane.core.holder import Holder
 from pdplane.core.ids import HoldNo, Link
-from pdplane.core.leases import Leases
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_scheduled import Scheduled
-from pdplane.core.params_table import HA, HE, HOLDER, LA, LE, READER, H, L
-from pdplane.core.pull_connector import PullConnector
-from pdplane.core.reader import Reader
+from pdplane.core.params import loads as params_loads
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.hold_connector import HoldConnector
+from pdplane.core.params.holder import Holder
+from pdplane.core.params.leases import Leases
+from pdplane.core.params.pull_connector import PullConnector
+from pdplane.core.params.reader import Reader
+from pdplane.core.params.scheduled import Scheduled
+from pdplane.core.params.table import HA, HE, HOLDER, LA, LE, READER, H, L
 
 from .broken_handoff import swap
 

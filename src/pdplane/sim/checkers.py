@@ -20,7 +20,6 @@ from typing import Protocol
 import msgspec
 
 from pdplane.core.aggregated import AggregatedNode
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     ArmGrant,
     DisarmGrant,
@@ -35,9 +34,10 @@ from pdplane.core.effects import (
 )
 from pdplane.core.frames import Success
 from pdplane.core.ids import GrantNo, Instance, PageId, Rank, Rid, Room, Seat
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
-from pdplane.core.prefill import PrefillNode
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.core.slices import Slice
 from pdplane.transport.memory import Batch
 

@@ -28,16 +28,16 @@ from pdplane.core.effects import (
 from pdplane.core.errors import Cause
 from pdplane.core.events import Event, RankKnown, TornDown
 from pdplane.core.frames import Abort, Announce, Confirmed, Frame, Grant, Read, ReadFailed, Ready, Renewed
-from pdplane.core.holder import Asked, Holder
 from pdplane.core.ids import Link
 from pdplane.core.layout import PARAMS, ROOMS
-from pdplane.core.params_table import HE, HOLDER, LE, READER, H, L
-from pdplane.core.reader import Reader
-from pdplane.core.receiver import Receiver
-from pdplane.core.reception import FromDecode, Reception
-from pdplane.core.rooms import Tombstone
-from pdplane.core.sender import Sender
-from pdplane.core.table import RE, RECEIVER, SE, SENDER, R, S
+from pdplane.core.params.holder import Asked, Holder
+from pdplane.core.params.reader import Reader
+from pdplane.core.params.table import HE, HOLDER, LE, READER, H, L
+from pdplane.core.rooms.book import Tombstone
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.reception import FromDecode, Reception
+from pdplane.core.rooms.sender import Sender
+from pdplane.core.rooms.table import RE, RECEIVER, SE, SENDER, R, S
 
 _LATE_ANNOUNCE = "ANNOUNCE is never said after a GRANT of the same room, and a session keeps order"
 _NO_READY = "decode grants when every rank has said READY, and a rank that computes has not"

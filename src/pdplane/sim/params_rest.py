@@ -5,8 +5,8 @@ from __future__ import annotations
 from pdplane.core.ids import Instance
 from pdplane.core.node import Node
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
 
 from .checkers import Violation
 

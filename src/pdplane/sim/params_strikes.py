@@ -8,8 +8,8 @@ from pdplane.core.events import FrameIn
 from pdplane.core.frames import Confirmed, HoldIdentity
 from pdplane.core.ids import GrantNo, Instance
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_table import L
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.table import L
 
 
 def quarantined(node: ParamsDecodeNode) -> set[GrantNo]:

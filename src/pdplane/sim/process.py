@@ -8,7 +8,6 @@ from typing import Protocol
 import msgspec
 
 from pdplane.core.aggregated import AggregatedNode
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     AbortEngine,
     AnswerFailed,
@@ -42,9 +41,10 @@ from pdplane.core.frames import DataEndpoint, Frame, Success
 from pdplane.core.ids import ConnId, Instance, Link, MoveNo, PageId, Rank, Rid, Room, Seat
 from pdplane.core.layout import PARAMS, PROTOCOL_VERSION, Stamp
 from pdplane.core.node import Limits
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
-from pdplane.core.prefill import PrefillNode
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.core.slices import shard_bytes
 from pdplane.transport.contract import Pairs

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pdplane.core.aggregated import AggregatedNode
 from pdplane.core.layout import EARLY
 from pdplane.core.pages import Page
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.params_prefill import ParamsPrefillNode
-from pdplane.core.prefill import PrefillNode
-from pdplane.core.receiver import Receiver
-from pdplane.core.sender import Sender
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.params.prefill import ParamsPrefillNode
+from pdplane.core.rooms.prefill import PrefillNode
+from pdplane.core.rooms.receiver import Receiver
+from pdplane.core.rooms.sender import Sender
 
 from .checkers import Violation, Watched
 from .params_rest import params_at_rest

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.events import Drain, FrameIn, OperatorRelease
 from pdplane.core.frames import Drained, Row, Success
 from pdplane.core.ids import GrantNo, Instance, Link, Seat
-from pdplane.core.params_decode import ParamsDecodeNode
-from pdplane.core.receiver import Receiver
+from pdplane.core.params.decode import ParamsDecodeNode
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.receiver import Receiver
 
 from .checkers import Pages
 from .ends import Ends, Waits

@@ -8,14 +8,14 @@ from random import Random
 
 import msgspec
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import AnswerHeld, Count, Effect, SendFrame
 from pdplane.core.errors import Cause
 from pdplane.core.events import Computed, Event, LegArrived, OperatorRelease, Released, Retracted
 from pdplane.core.frames import Beat, Success
 from pdplane.core.ids import Instance, PageId, Rid, Room
 from pdplane.core.layout import PARAMS
-from pdplane.core.leases import RENEWALS
+from pdplane.core.params.leases import RENEWALS
+from pdplane.core.rooms.decode import DecodeNode
 
 from .checkers import Pages, Violation, Watched
 from .content import Work

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.effects import (
     AnswerRow,
     ArmGrant,
@@ -26,6 +25,7 @@ from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, LegArrived, OperatorRelease, RankKnown, RouteFailed, RouteKnown
 from pdplane.core.ids import GrantNo, Room
 from pdplane.core.pages import Owner, Page, grant_of
+from pdplane.core.rooms.decode import DecodeNode
 from pdplane.observe.grants import LinkRecord
 from pdplane.observe.records import LegRecord
 from pdplane.wire.address import bracketed

@@ -14,7 +14,7 @@ from pdplane.core.errors import Cause, Refused, bad_request
 from pdplane.core.events import Event, Handle, HandleRefused, OperatorRelease, RequestArrived
 from pdplane.core.ids import GrantNo, Rid
 from pdplane.core.pages import Owner, Page, grant_owner
-from pdplane.core.params_decode import ParamsDecodeNode
+from pdplane.core.params.decode import ParamsDecodeNode
 from pdplane.observe.grants import GrantBook, LinkRecord, describe
 from pdplane.observe.records import LegRecord
 

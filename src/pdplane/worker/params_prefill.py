@@ -14,7 +14,7 @@ from pdplane.core.events import Event, FrameIn, ReleaseHold, RequestArrived
 from pdplane.core.frames import Read
 from pdplane.core.ids import HoldNo, Link, Rank, Rid, Seat
 from pdplane.core.pages import Owner
-from pdplane.core.params_prefill import ParamsPrefillNode
+from pdplane.core.params.prefill import ParamsPrefillNode
 from pdplane.observe.grants import GrantBook, LinkRecord, describe
 from pdplane.observe.records import LegRecord
 from pdplane.wire.params import answered

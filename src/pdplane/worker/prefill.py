@@ -11,7 +11,7 @@ from pdplane.core.events import Computed, Event, FrameIn, LegArrived, LegRefused
 from pdplane.core.frames import Grant
 from pdplane.core.ids import Link, Rank, Rid, Room, Seat
 from pdplane.core.pages import Owner
-from pdplane.core.prefill import PrefillNode
+from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.observe.grants import LinkRecord
 
 from .config import WorkerConfig

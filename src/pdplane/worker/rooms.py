@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from pdplane.core.decode import DecodeNode
 from pdplane.core.ids import Room
 from pdplane.core.pages import grant_owner
-from pdplane.core.prefill import PrefillNode
+from pdplane.core.rooms.decode import DecodeNode
+from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.observe.grants import GrantBook, describe
 from pdplane.observe.records import LegRecord
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from pdplane.core.params_table import HE
+from pdplane.core.params.table import HE
 
 from .. import broken_params as rules
 from ..faults import Crash, SlowTransfer

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from .batch import Batch
-from .effects import Ungate
-from .errors import Cause
-from .events import KVOutput
-from .ids import PageId, Rid
-from .node import Node
-from .params_scheduled import Scheduled, Status
+from ..batch import Batch
+from ..effects import Ungate
+from ..errors import Cause
+from ..events import KVOutput
+from ..ids import PageId, Rid
+from ..node import Node
+from .scheduled import Scheduled, Status
 
 REPLAYS = frozenset({"spent", "invalid_params", "prompt_mismatch", "unknown_hold"})
 """Refusals that speak of the request and not of the load: computing the prompt here would hide them."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .admission import demand, queue_full, refuse
-from .batch import Batch
-from .connector import KVConnector, RankOutputs
-from .effects import AnswerFailed, RunWhole
-from .errors import Cause, deadline, duplicate_rid
-from .events import (
+from ..admission import demand, queue_full, refuse
+from ..batch import Batch
+from ..connector import KVConnector, RankOutputs
+from ..effects import AnswerFailed, RunWhole
+from ..errors import Cause, deadline, duplicate_rid
+from ..events import (
     Cancel,
     Computed,
     ConnectorOutput,
@@ -32,17 +32,17 @@ from .events import (
     RequestArrived,
     Retracted,
 )
-from .ids import GrantNo, Instance, PageId, Rid
-from .node import Limits, Node, TimerKey
-from .pages import NOBODY, Owner, Page
-from .params_loads import Loads
-from .params_scheduled import Scheduled, Status, misfit
-from .params_table import LE
-from .prompt_pages import Prompt, PromptPages
+from ..ids import GrantNo, Instance, PageId, Rid
+from ..node import Limits, Node, TimerKey
+from ..pages import NOBODY, Owner, Page
+from ..prompt_pages import Prompt, PromptPages
+from ..queues import AdmissionQueue
+from ..reserve import Reserve
+from ..session import Identity
+from .loads import Loads
 from .pull_connector import PullConnector
-from .queues import AdmissionQueue
-from .reserve import Reserve
-from .session import Identity
+from .scheduled import Scheduled, Status, misfit
+from .table import LE
 
 
 class ParamsDecodeNode(Node):

@@ -1,4 +1,4 @@
-"""Decode's side of one room: applies RECEIVER of core/table.py, keeps the rank sets and the pages.
+"""Decode's side of one room: applies RECEIVER of core/rooms/table.py, keeps the rank sets and the pages.
 
 Links are sets, never counters: who was told, who is quiet, who has succeeded. A link is quiet once nothing can be
 written over it any more under this room's grant: by SUCCESS, by the closed local fence, by DRAINED where there is no
@@ -17,16 +17,16 @@ from typing import Protocol
 
 import msgspec
 
-from .admission import demand
-from .effects import AnswerRow, ArmGrant, DisarmGrant, Lane, RevokeGrant
-from .errors import Cause
-from .events import LegArrived
-from .frames import Abort, Announce, Frame, FrameIdentity, Grant, Received, Row
-from .ids import NO_GRANT, Instance, Link, PageId, Rank, Rid, Room
-from .layout import PREFIX_PROTOCOL
-from .node import Node
-from .pages import Owner, Page, grant_owner
-from .prompt_pages import Prompt, PromptPages, Taken
+from ..admission import demand
+from ..effects import AnswerRow, ArmGrant, DisarmGrant, Lane, RevokeGrant
+from ..errors import Cause
+from ..events import LegArrived
+from ..frames import Abort, Announce, Frame, FrameIdentity, Grant, Received, Row
+from ..ids import NO_GRANT, Instance, Link, PageId, Rank, Rid, Room
+from ..layout import PREFIX_PROTOCOL
+from ..node import Node
+from ..pages import Owner, Page, grant_owner
+from ..prompt_pages import Prompt, PromptPages, Taken
 from .table import RA, RE, RECEIVER, KVPoll, R, receiver_poll
 
 

@@ -7,7 +7,7 @@ rests on no clock: a grant that comes after the term meets a room that is over.
 
 from __future__ import annotations
 
-from .ids import Room
+from ..ids import Room
 
 
 class Holds:

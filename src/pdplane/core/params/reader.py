@@ -1,4 +1,4 @@
-"""Decode's side of one load in the params dialect: applies READER of core/params_table.py.
+"""Decode's side of one load in the params dialect: applies READER of core/params/table.py.
 
 Pages come over links, as in the rooms dialect, and are placed by this side alone: what a cancel has to wait for is the
 closing of its own fences. A load is good when every page has landed on every link *and* prefill has said, after the
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NewType, Protocol
 
-from .effects import ArmGrant, DisarmGrant, Lane, RevokeGrant
-from .errors import Cause
-from .events import Handle, RequestArrived
-from .frames import Confirm, Frame, HoldIdentity, Read
-from .ids import NO_GRANT, GrantNo, Instance, Link, PageId, Rank, Rid
-from .node import Node
-from .params_table import LA, LE, OVER, READER, L
+from ..effects import ArmGrant, DisarmGrant, Lane, RevokeGrant
+from ..errors import Cause
+from ..events import Handle, RequestArrived
+from ..frames import Confirm, Frame, HoldIdentity, Read
+from ..ids import NO_GRANT, GrantNo, Instance, Link, PageId, Rank, Rid
+from ..node import Node
+from .table import LA, LE, OVER, READER, L
 
 Serial = NewType("Serial", int)
 """One request that waits for lanes: monotone, this side's own."""

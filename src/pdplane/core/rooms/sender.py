@@ -1,4 +1,4 @@
-"""Prefill's side of one room: applies SENDER of core/table.py, keeps the pages, the writes outstanding and the row.
+"""Prefill's side of one room: applies SENDER of rooms/table.py, keeps the pages, the writes outstanding and the row.
 
 One machine for all ranks of a data parallel group, which compute in step: links are a set, as at decode. Pages may be
 written over a link once the GRANTs of all links of the room are in. A GRANT may say that decode has the prompt's first
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .effects import AbortEngine, AnswerRow, CancelMoves, MovePages
-from .errors import Cause
-from .events import LegArrived
-from .frames import Abort, Announce, Drained, Failed, Frame, FrameIdentity, Grant, PromptId, Ready, Row, Success
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rid, Room
-from .layout import pages_for
-from .node import Node
-from .pages import Owner, Page
-from .prompt_pages import Prompt
+from ..effects import AbortEngine, AnswerRow, CancelMoves, MovePages
+from ..errors import Cause
+from ..events import LegArrived
+from ..frames import Abort, Announce, Drained, Failed, Frame, FrameIdentity, Grant, PromptId, Ready, Row, Success
+from ..ids import NO_GRANT, ConnId, GrantNo, Instance, Link, MoveNo, PageId, Rid, Room
+from ..layout import pages_for
+from ..node import Node
+from ..pages import Owner, Page
+from ..prompt_pages import Prompt
 from .table import SA, SE, SENDER, KVPoll, S, sender_poll
 
 

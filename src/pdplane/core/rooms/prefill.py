@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .acceptor import Acceptor
-from .admission import queue_full, refuse
-from .effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
-from .errors import Cause, deadline, duplicate_room
-from .events import (
+from ..acceptor import Acceptor
+from ..admission import queue_full, refuse
+from ..effects import AnswerFailed, ConnectData, RunPrefill, SendFrame, Teardown
+from ..errors import Cause, deadline, duplicate_room
+from ..events import (
     Accepted,
     Cancel,
     Computed,
@@ -27,18 +27,18 @@ from .events import (
     Released,
     Sampled,
 )
-from .frames import Abort, Announce, Beat, Frame, Grant, Received, Row
+from ..frames import Abort, Announce, Beat, Frame, Grant, Received, Row
+from ..ids import NO_GRANT, ConnId, Instance, Link, MoveNo, PageId, Rid, Room
+from ..layout import PREFILL_COMPLETE
+from ..node import Limits, Node, TimerKey
+from ..pages import Owner, Page
+from ..prompt_pages import PromptPages
+from ..queues import AdmissionQueue
+from ..session import NO_CONN, Gone, Identity, Notice, Up
+from .book import Rooms
 from .holds import Holds
-from .ids import NO_GRANT, ConnId, Instance, Link, MoveNo, PageId, Rid, Room
-from .layout import PREFILL_COMPLETE
-from .node import Limits, Node, TimerKey
-from .pages import Owner, Page
-from .prompt_pages import PromptPages
-from .queues import AdmissionQueue
 from .reception import FromDecode, Reception, duplicate
-from .rooms import Rooms
 from .sender import Sender
-from .session import NO_CONN, Gone, Identity, Notice, Up
 from .table import SE, S
 
 QUEUED_MARK = -1  # in a beat: known, and not begun

@@ -12,11 +12,11 @@ from enum import Enum, auto
 
 import msgspec
 
-from .admission import queue_full, refuse
-from .connector import KVConnector, RankOutputs
-from .effects import AbortEngine, AnswerFailed, AnswerHeld, AnswerRow, RunPrefill
-from .errors import Cause, deadline, duplicate_rid
-from .events import (
+from ..admission import queue_full, refuse
+from ..connector import KVConnector, RankOutputs
+from ..effects import AbortEngine, AnswerFailed, AnswerHeld, AnswerRow, RunPrefill
+from ..errors import Cause, deadline, duplicate_rid
+from ..events import (
     Cancel,
     Computed,
     ConnectorOutput,
@@ -28,15 +28,15 @@ from .events import (
     RequestArrived,
     Sampled,
 )
-from .frames import Beat, Row
+from ..frames import Beat, Row
+from ..ids import HoldNo, Instance, PageId, Rid
+from ..node import Limits, Node, TimerKey
+from ..pages import Owner, Page
+from ..prompt_pages import Prompt, PromptPages
+from ..queues import AdmissionQueue
+from ..session import Identity
 from .hold_connector import HoldConnector
-from .ids import HoldNo, Instance, PageId, Rid
-from .node import Limits, Node, TimerKey
-from .pages import Owner, Page
-from .params_table import RequestStatus
-from .prompt_pages import Prompt, PromptPages
-from .queues import AdmissionQueue
-from .session import Identity
+from .table import RequestStatus
 
 
 class Phase(Enum):

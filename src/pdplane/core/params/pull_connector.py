@@ -14,10 +14,10 @@ from typing import Protocol
 
 import msgspec
 
-from .connector import Finished, KVConnectorBase, Matched
-from .effects import Lane, SendFrame, Teardown
-from .errors import Cause
-from .events import (
+from ..connector import Finished, KVConnectorBase, Matched
+from ..effects import Lane, SendFrame, Teardown
+from ..errors import Cause
+from ..events import (
     ConnLost,
     DialFailed,
     Dialled,
@@ -31,16 +31,16 @@ from .events import (
     RouteKnown,
     TornDown,
 )
-from .frames import Beat, Confirmed, Frame, HoldIdentity, ReadFailed, Release, Renewed
-from .ids import NO_GRANT, ConnId, GrantNo, HoldNo, Instance, Link, PageId, Rid
+from ..frames import Beat, Confirmed, Frame, HoldIdentity, ReadFailed, Release, Renewed
+from ..ids import NO_GRANT, ConnId, GrantNo, HoldNo, Instance, Link, PageId, Rid
+from ..membership import Membership
+from ..node import Node
+from ..peers import Peers
+from ..session import Identity
 from .leases import Leases
-from .membership import Membership
 from .missed import Missed, Place
-from .node import Node
-from .params_table import LA, LE, L
-from .peers import Peers
 from .reader import Reader, Serial
-from .session import Identity
+from .table import LA, LE, L
 
 MAX_KNOWN = 256
 """Addresses of prefills that are remembered when nobody waits there any more."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from .admission import Demand
-from .batch import Running
-from .errors import Cause, bad_request
-from .events import Handle, RequestArrived
-from .ids import PageId, Rid
-from .layout import pages_for
-from .pages import Owner, Page
-from .params_table import RequestStatus
-from .prompt_pages import Prompt
+from ..admission import Demand
+from ..batch import Running
+from ..errors import Cause, bad_request
+from ..events import Handle, RequestArrived
+from ..ids import PageId, Rid
+from ..layout import pages_for
+from ..pages import Owner, Page
+from ..prompt_pages import Prompt
+from .table import RequestStatus
 
 Status = RequestStatus
 

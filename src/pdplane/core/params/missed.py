@@ -11,8 +11,8 @@ from collections import OrderedDict
 
 import msgspec
 
-from .errors import Cause
-from .ids import Instance
+from ..errors import Cause
+from ..ids import Instance
 
 SHORTEST_S = 0.5
 LONGEST_S = 4.0

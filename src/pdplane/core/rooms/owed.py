@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from .frames import Abort, Drained, Failed, Frame, Ready, Received, Success
-from .ids import GrantNo, Instance, Link, Room
-from .node import Node
-from .rooms import Tombstone
+from ..frames import Abort, Drained, Failed, Frame, Ready, Received, Success
+from ..ids import GrantNo, Instance, Link, Room
+from ..node import Node
+from .book import Tombstone
 
 FromPrefill = Ready | Success | Failed | Drained
 

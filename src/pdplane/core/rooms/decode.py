@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .admission import queue_full, refuse
-from .batch import Batch
-from .door import Door
-from .effects import AnswerFailed, Lane, SendFrame, Teardown
-from .errors import Cause, deadline, duplicate_room
-from .events import (
+from ..admission import queue_full, refuse
+from ..batch import Batch
+from ..effects import AnswerFailed, Lane, SendFrame, Teardown
+from ..errors import Cause, deadline, duplicate_room
+from ..events import (
     Cancel,
     Computed,
     ConnLost,
@@ -33,19 +32,20 @@ from .events import (
     RouteKnown,
     TornDown,
 )
-from .frames import Beat, Drained, Failed, Frame, Ready, Success
-from .ids import NO_GRANT, ConnId, GrantNo, Instance, Link, PageId, Rank, Rid, Room
-from .layout import EARLY
-from .membership import Membership
-from .node import Limits, Node, TimerKey
+from ..frames import Beat, Drained, Failed, Frame, Ready, Success
+from ..ids import NO_GRANT, ConnId, GrantNo, Instance, Link, PageId, Rank, Rid, Room
+from ..layout import EARLY
+from ..membership import Membership
+from ..node import Limits, Node, TimerKey
+from ..pages import NOBODY, Owner
+from ..peers import Peers
+from ..prompt_pages import PromptPages
+from ..reserve import Reserve
+from ..session import Identity
+from .book import Rooms, Tombstone
+from .door import Door
 from .owed import FromPrefill, Owed
-from .pages import NOBODY, Owner
-from .peers import Peers
-from .prompt_pages import PromptPages
 from .receiver import Receiver
-from .reserve import Reserve
-from .rooms import Rooms, Tombstone
-from .session import Identity
 from .table import RE, R
 
 ENDED_STATES = (R.DRAINING, R.QUARANTINE)

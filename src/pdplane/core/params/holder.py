@@ -1,4 +1,4 @@
-"""Prefill's side of one hold in the params dialect: applies HOLDER of core/params_table.py.
+"""Prefill's side of one hold in the params dialect: applies HOLDER of core/params/table.py.
 
 Computed KV, held under a lease for one consumer. "Held" is answered from here, on the control thread, at the moment in
 which it is asked: it is a fact and not a memory.
@@ -10,13 +10,13 @@ from typing import Protocol
 
 import msgspec
 
-from .effects import CancelMoves, MovePages
-from .errors import Cause
-from .events import RequestArrived
-from .frames import Confirm, Confirmed, Frame, HoldIdentity, Read, ReadFailed
-from .ids import GrantNo, HoldNo, Instance, Link, MoveNo, PageId
-from .node import Node
-from .params_table import HA, HE, HOLDER, H
+from ..effects import CancelMoves, MovePages
+from ..errors import Cause
+from ..events import RequestArrived
+from ..frames import Confirm, Confirmed, Frame, HoldIdentity, Read, ReadFailed
+from ..ids import GrantNo, HoldNo, Instance, Link, MoveNo, PageId
+from ..node import Node
+from .table import HA, HE, HOLDER, H
 
 ENDED = (H.RELEASED, H.REVOKED)
 Asked = Read | Confirm

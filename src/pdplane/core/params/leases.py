@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from .errors import Cause
-from .frames import Frame, Renew, Renewed
-from .ids import HoldNo, Instance, Link
-from .node import Node
+from ..errors import Cause
+from ..frames import Frame, Renew, Renewed
+from ..ids import HoldNo, Instance, Link
+from ..node import Node
 
 RENEWALS = 6  # per lease
 SHORTEST_S = 0.05

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from .acceptor import Acceptor
-from .connector import Finished, KVConnectorBase
-from .effects import ConnectData, SendFrame, Teardown
-from .errors import Cause
-from .events import Accepted, ConnLost, Event, FrameIn, KVOutput, MoveDone, RequestArrived
-from .frames import Beat, Confirm, Confirmed, Frame, HoldIdentity, Read, ReadFailed, Release, Renew, Renewed
+from ..acceptor import Acceptor
+from ..connector import Finished, KVConnectorBase
+from ..effects import ConnectData, SendFrame, Teardown
+from ..errors import Cause
+from ..events import Accepted, ConnLost, Event, FrameIn, KVOutput, MoveDone, RequestArrived
+from ..frames import Beat, Confirm, Confirmed, Frame, HoldIdentity, Read, ReadFailed, Release, Renew, Renewed
+from ..ids import ConnId, GrantNo, HoldNo, Instance, Link, MoveNo, PageId, Rank, Rid
+from ..node import Node
+from ..session import NO_CONN, Gone, Identity, Notice, Up, links_between
 from .holder import Consumer, Holder
-from .ids import ConnId, GrantNo, HoldNo, Instance, Link, MoveNo, PageId, Rank, Rid
-from .node import Node
-from .params_table import HE, H
-from .session import NO_CONN, Gone, Identity, Notice, Up, links_between
+from .table import HE, H
 
 MAX_OVER = 65_536
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .batch import Batch, Running
-from .effects import RunDecode
-from .ids import GrantNo, Room
-from .node import Node
-from .pages import Page
-from .prompt_pages import PromptPages
-from .queues import AdmissionQueue
+from ..batch import Batch, Running
+from ..effects import RunDecode
+from ..ids import GrantNo, Room
+from ..node import Node
+from ..pages import Page
+from ..prompt_pages import PromptPages
+from ..queues import AdmissionQueue
+from ..reserve import Reserve
 from .receiver import Receiver
-from .reserve import Reserve
 from .table import RE
 
 

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from .errors import Cause
-from .ids import GrantNo, Rid, Room
+from ..errors import Cause
+from ..ids import GrantNo, Rid, Room
 
 M = TypeVar("M")
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .errors import Cause
-from .frames import Abort, Announce, Drained, Failed, Frame, Grant, Received
-from .ids import GrantNo, Instance, Link, Rank, Room, Shape
-from .node import Node
-from .rooms import Tombstone
-from .session import Identity
-from .slices import pairs
+from ..errors import Cause
+from ..frames import Abort, Announce, Drained, Failed, Frame, Grant, Received
+from ..ids import GrantNo, Instance, Link, Rank, Room, Shape
+from ..node import Node
+from ..session import Identity
+from ..slices import pairs
+from .book import Tombstone
 
 FromDecode = Announce | Grant | Abort | Received
 
