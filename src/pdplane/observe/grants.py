@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from pdplane.core.ids import GrantNo, Instance, Link
+from pdplane.core.effects import ArmGrant
+from pdplane.core.frames import Grant, Read
+from pdplane.core.ids import GrantNo, Instance, Link, Rank, Seat
 
 K = TypeVar("K", bound=Hashable)
 
@@ -44,6 +46,20 @@ class GrantBook(Generic[K]):
         while len(self._of) > self._size:
             self._of.popitem(last=False)
         return grants.setdefault((instance, grant), GrantRecord(grant, instance, pages))
+
+    def armed(self, key: K, instance: Instance, armed: ArmGrant) -> None:
+        """At decode, which is `instance`: what may land now, and over which lanes."""
+        record = self.granted(key, instance, armed.grant, len(armed.pages))
+        for lane in armed.lanes:
+            here, there = str(lane.link.here), str(lane.link.there)
+            record.links[lane.link] = LinkRecord(here, there, lane.kind, lane.slice.size_bytes)
+
+    def asked(self, key: K, frame: Grant | Read, pages: int, dp: int, kind_of: Callable[[Link], str]) -> None:
+        """At prefill, of data parallel rank `dp`: as the frame says it. For the record only: the core judges it."""
+        record = self.granted(key, frame.src, frame.grant, pages)
+        for ours, theirs in frame.links or ((Rank(dp=dp), frame.rank),):
+            link = Link(ours, Seat(frame.src, theirs))
+            record.links[link] = LinkRecord(str(ours), str(link.there), kind_of(link))
 
     def of(self, key: K | None) -> Iterable[GrantRecord]:
         return self._of.get(key, {}).values() if key is not None else ()

@@ -26,7 +26,6 @@ from pdplane.core.events import Event, LegArrived, OperatorRelease, RankKnown, R
 from pdplane.core.ids import GrantNo, Room
 from pdplane.core.pages import Owner, Page, grant_of
 from pdplane.core.rooms.decode import DecodeNode
-from pdplane.observe.grants import LinkRecord
 from pdplane.observe.records import LegRecord
 from pdplane.wire.address import bracketed
 
@@ -170,13 +169,8 @@ class DecodeShell(RoomsShell[DecodeNode]):
         return self.node.ledger.held_by(self.node.owner_of(record.rid))
 
     def _note_grant(self, armed: ArmGrant) -> None:
-        receiver = self.node.granted_as(armed.grant)
-        if receiver is None:
-            return
-        record = self.grants.granted(receiver.room, self.instance, armed.grant, len(armed.pages))
-        for lane in armed.lanes:
-            here, there = str(lane.link.here), str(lane.link.there)
-            record.links[lane.link] = LinkRecord(here, there, lane.kind, lane.slice.size_bytes)
+        if receiver := self.node.granted_as(armed.grant):
+            self.grants.armed(receiver.room, self.instance, armed)
 
     def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
         grant = grant_of(owner)

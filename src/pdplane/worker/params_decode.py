@@ -15,7 +15,7 @@ from pdplane.core.events import Event, Handle, HandleRefused, OperatorRelease, R
 from pdplane.core.ids import GrantNo, Rid
 from pdplane.core.pages import Owner, Page, grant_owner
 from pdplane.core.params.decode import ParamsDecodeNode
-from pdplane.observe.grants import GrantBook, LinkRecord, describe
+from pdplane.observe.grants import GrantBook, describe
 from pdplane.observe.records import LegRecord
 
 from .config import WorkerConfig
@@ -171,13 +171,8 @@ class ParamsDecodeShell(PairedShell[ParamsDecodeNode]):
         return self.node.ledger.held_by(self.node.owner_of(record.rid))
 
     def _note_grant(self, armed: ArmGrant) -> None:
-        reader = self.node.pull.reader_of(armed.grant)
-        if reader is None:
-            return
-        record = self.grants.granted(reader.rid, self.instance, armed.grant, len(armed.pages))
-        for lane in armed.lanes:
-            here, there = str(lane.link.here), str(lane.link.there)
-            record.links[lane.link] = LinkRecord(here, there, lane.kind, lane.slice.size_bytes)
+        if reader := self.node.pull.reader_of(armed.grant):
+            self.grants.armed(reader.rid, self.instance, armed)
 
     def grants_of(self, record: LegRecord) -> list[dict[str, Any]]:
         held = self.node.ledger.held_by

@@ -12,10 +12,10 @@ from pdplane.core.effects import AnswerHeld, AnswerRow, CloseConn, ConnectorWork
 from pdplane.core.errors import Cause, aborted
 from pdplane.core.events import Event, FrameIn, ReleaseHold, RequestArrived
 from pdplane.core.frames import Read
-from pdplane.core.ids import HoldNo, Link, Rank, Rid, Seat
+from pdplane.core.ids import HoldNo, Rank, Rid
 from pdplane.core.pages import Owner
 from pdplane.core.params.prefill import ParamsPrefillNode
-from pdplane.observe.grants import GrantBook, LinkRecord, describe
+from pdplane.observe.grants import GrantBook, describe
 from pdplane.observe.records import LegRecord
 from pdplane.wire.params import answered
 
@@ -172,15 +172,9 @@ class ParamsPrefillShell(PairedShell[ParamsPrefillNode]):
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, FrameIn) and isinstance(event.frame, Read):
-            self._note_read(event.frame)
+            read = event.frame
+            self.grants.asked(read.hold, read, len(read.dst_pages), self.parts.dp, self.movers.kind_of)
         super()._heard(event)
-
-    def _note_read(self, read: Read) -> None:
-        """For the record only: the core judges it."""
-        record = self.grants.granted(read.hold, read.src, read.grant, len(read.dst_pages))
-        for ours, theirs in read.links or ((Rank(dp=self.parts.dp), read.rank),):
-            link = Link(ours, Seat(read.src, theirs))
-            record.links[link] = LinkRecord(str(ours), str(link.there), self.movers.kind_of(link))
 
     def legs(self, key: str) -> list[dict[str, Any]]:
         held = {hold["rid"]: hold for hold in self.holds}  # one for each name at most

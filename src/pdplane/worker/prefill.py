@@ -9,10 +9,9 @@ from pdplane.core.effects import AnswerRow, CloseConn, Effect, RunPrefill, SendF
 from pdplane.core.errors import Cause
 from pdplane.core.events import Computed, Event, FrameIn, LegArrived, LegRefused, Released, Sampled
 from pdplane.core.frames import Grant
-from pdplane.core.ids import Link, Rank, Rid, Room, Seat
+from pdplane.core.ids import Rank, Rid, Room
 from pdplane.core.pages import Owner
 from pdplane.core.rooms.prefill import PrefillNode
-from pdplane.observe.grants import LinkRecord
 
 from .config import WorkerConfig
 from .datapath import Movers
@@ -88,15 +87,9 @@ class PrefillShell(RoomsShell[PrefillNode]):
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, FrameIn) and isinstance(event.frame, Grant):
-            self._note_grant(event.frame)
+            grant = event.frame
+            self.grants.asked(grant.room, grant, len(grant.pages), self.parts.dp, self.movers.kind_of)
         super()._heard(event)
-
-    def _note_grant(self, grant: Grant) -> None:
-        """For the record only: the core judges it."""
-        record = self.grants.granted(grant.room, grant.src, grant.grant, len(grant.pages))
-        for ours, theirs in grant.links or ((Rank(dp=self.parts.dp), grant.rank),):
-            link = Link(ours, Seat(grant.src, theirs))
-            record.links[link] = LinkRecord(str(ours), str(link.there), self.movers.kind_of(link))
 
     def _quarantine(self, owner: Owner, pages: int) -> dict[str, Any]:
         told = super()._quarantine(owner, pages)
