@@ -38,7 +38,7 @@ bench-handoff bench-equality bench-cancel: bench-%: $(VENV)/.installed
 
 bench-dialects: $(VENV)/.installed
 	$(BIN)/pdplane model install
-	PYTHONPATH=benchmarks:benchmarks/interop_vllm $(BIN)/python benchmarks/dialects.py
+	$(BIN)/python benchmarks/dialects.py
 
 bench-router: $(VENV)/.installed .bench-venv/.installed
 	$(BIN)/python benchmarks/router.py

@@ -1,6 +1,6 @@
 """`make bench-dialects`: rooms beside params, measured in one run.
 
-    PYTHONPATH=benchmarks:benchmarks/interop_vllm python benchmarks/dialects.py [--parts sizes leaving ...]
+    python benchmarks/dialects.py [--parts sizes leaving ...]
 
 sizes: bytes of every control message. first-token: what a pair adds to the time to first token of one aggregated
 worker, the same prompts to all three, turn by turn. leaving: a client leaves in each phase; when has each side every
@@ -23,15 +23,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import routers
 from asked import PATHS, told
 from asking import Answer, ask, client
 from client import Call
 from fleet import Fleet, Process, fleet
-from gate import Gate
-from idle import wait_idle
+from gated import by_ours
+from idle import errors_logged, wait_idle
 from leaving import Pair, leave_in_each
 from message_sizes import messages
 from prompts import Writer, tokenizer
@@ -134,7 +132,11 @@ async def _turn(http: object, urls: dict[str, str], text: str, number: int) -> d
 async def _one_dialect(dialect: str, made: Fleet, options: argparse.Namespace) -> list[str]:
     parts: list[Rows] = []
     async with AsyncExitStack() as stack:
-        pair = await _gated(stack, made)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dialects-")))
+        prefill, decode = made.workers
+        sides = OurSide("prefill", prefill.url), OurSide("decode", decode.url)
+        bootstrap = prefill.arguments[prefill.arguments.index("--bootstrap-port") + 1]
+        pair, _ = await by_ours(stack, folder, sides, ("--log-level", "warning"), bootstrap)
         if "leaving" in options.parts:
             parts.append(Rows(f"{dialect}: the client leaves"))
             await leave_in_each(parts[-1], pair, BACK_LIMIT_S, options.seed)
@@ -142,18 +144,8 @@ async def _one_dialect(dialect: str, made: Fleet, options: argparse.Namespace) -
             parts.append(Rows(f"{dialect}: a worker dies or freezes under a request"))
             await _Deaths(parts[-1], made, pair, options.seed).run()
     faults = [f"{rows.title}: {rows.failed} rows not right" for rows in parts if rows.failed]
-    return faults + [f"{dialect}: {what}" for what in wait_idle(made, BACK_LIMIT_S)[1]]
-
-
-async def _gated(stack: AsyncExitStack, made: Fleet) -> Pair:
-    """A router that reaches each side by a gate."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dialects-")))
-    prefill, decode = made.workers
-    gates = [await stack.enter_async_context(Gate(urlsplit(one.url).port or 0).open()) for one in made.workers]
-    bootstrap = prefill.arguments[prefill.arguments.index("--bootstrap-port") + 1]
-    front = f"{gates[0].url}@{bootstrap}"
-    router = await stack.enter_async_context(routers.ours(folder, front, gates[1].url, ("--log-level", "warning")))
-    return Pair(router.url, OurSide("prefill", prefill.url), OurSide("decode", decode.url), *gates)
+    faults += [f"{dialect}: {what}" for what in wait_idle(made, BACK_LIMIT_S)[1]]
+    return faults + [f"{dialect}: {line}" for line in errors_logged(made.all)]
 
 
 @dataclasses.dataclass(frozen=True)

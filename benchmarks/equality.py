@@ -139,7 +139,7 @@ def _run(cell: Cell, questions: Questions) -> Verdict:
         ) as made:
             _ASKS[cell.asks](made, questions, verdict)
             _check_idle(made, verdict)
-            verdict.faults += errors_logged(made)
+            verdict.faults += errors_logged(made.all)
     except (RuntimeError, OSError) as error:  # a fleet that does not come up, a connection that breaks
         verdict.faults.append(f"{type(error).__name__}: {error}")
     verdict.took_s = time.monotonic() - started

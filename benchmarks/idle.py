@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fleet import Fleet, Process
@@ -31,11 +32,11 @@ def not_idle(fleet: Fleet) -> list[str]:
     return found + (_of_router(fleet.router) if fleet.router else [])
 
 
-def errors_logged(fleet: Fleet) -> list[str]:
+def errors_logged(processes: Sequence[Process]) -> list[str]:
     """What the processes called an error: a cancel or a dead peer is none, a stack trace even less."""
     return [
         f"{process.name} logged: {line}"
-        for process in fleet.all
+        for process in processes
         for line in process.log.read_text(errors="replace").splitlines()
         if " ERROR " in line or line.startswith("Traceback")
     ]

@@ -11,6 +11,7 @@ import dataclasses
 import msgspec
 
 from pdplane.core.effects import AnswerHeld
+from pdplane.core.errors import Cause
 from pdplane.core.frames import (
     Announce,
     Confirm,
@@ -23,6 +24,7 @@ from pdplane.core.frames import (
     Read,
     Ready,
     Received,
+    Release,
     Renew,
     Row,
     Success,
@@ -73,7 +75,7 @@ def _rooms(tokens: int, pages: list[PageId]) -> list[Message]:
     return [
         Message("rooms", "fields of a leg (each of two)", "router to both", len(msgspec.json.encode(leg))),
         _frame("rooms", "D to P", Announce(**to_prefill, prompt=prompt)),
-        _frame("rooms", "P to D", Ready(**to_decode, held_s=30.123456789)),
+        Message("rooms", "READY (prefill_complete)", "P to D", len(encode(Ready(**to_decode, held_s=30.123456789)))),
         _frame("rooms", "D to P", grant),
         _frame("rooms", "P to D", Success(**to_decode, row=row)),
         _frame("rooms", "D to P", Received(**to_prefill)),
@@ -91,12 +93,14 @@ def _params(tokens: int, pages: list[PageId], page_size: int) -> list[Message]:
     )
     landing = tuple(PageId(page ^ 1) for page in pages)
     read = Read(**to_prefill, src_pages=tuple(pages), dst_pages=landing, prompt=PromptId(DIGEST, tokens))
+    release = Release(**to_prefill, rid=RID, cause=Cause("client_left", "the client has left", 499))
     return [
         Message("params", "kv_transfer_params", "P to router to D", len(msgspec.json.encode(params))),
         _frame("params", "D to P", Renew(src=DECODE, dst=PREFILL, rank=RANK, holds=(hold,))),
         _frame("params", "D to P", read),
         _frame("params", "D to P", Confirm(**to_prefill)),
         _frame("params", "P to D", Confirmed(**to_decode)),
+        Message("params", "RELEASE (given up)", "D to P", len(encode(release))),
     ]
 
 

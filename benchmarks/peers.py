@@ -89,7 +89,7 @@ async def faults(running: Fleet, transport: str, rng: random.Random) -> list[Row
 def errors_beside_alarms(running: Fleet, row: Row) -> list[str]:
     """An alarm is logged as an error, and is looked at by itself; a quarantine is no fault of ours."""
     odd = [alarm for alarm in row.alarms if "quarantined" not in alarm and "unproven" not in alarm]
-    return odd + [line for line in errors_logged(running) if "quarantined" not in line and "unproven" not in line]
+    return odd + [line for line in errors_logged(running.all) if "quarantined" not in line and "unproven" not in line]
 
 
 class _Trial:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
 from types import TracebackType
+
+from gate import first_of
 
 PIECE = 64 * 1024
 
@@ -42,7 +43,7 @@ class Throttle:
         self._open.add(task)
         try:
             there_reader, there_writer = await asyncio.open_connection(*self._to, limit=PIECE)
-            await _first_of(self._pump(reader, there_writer, slow=True), self._pump(there_reader, writer, slow=False))
+            await first_of(self._pump(reader, there_writer, slow=True), self._pump(there_reader, writer, slow=False))
             there_writer.close()
         except (OSError, asyncio.CancelledError):
             pass  # the end of one side is the end of the other
@@ -58,14 +59,3 @@ class Throttle:
                 self.passed += len(data) if slow else 0
                 if slow and self.bytes_per_s:
                     await asyncio.sleep(len(data) / self.bytes_per_s)
-
-
-async def _first_of(*pumps: Coroutine[None, None, None]) -> None:
-    """Ends all as soon as one has ended."""
-    tasks = [asyncio.create_task(pump) for pump in pumps]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,10 @@
-"""Our workers as what can be killed and started again, and what our processes logged."""
+"""Our workers as what can be killed and started again."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
 
 from fleet import Process
 
@@ -29,13 +28,3 @@ class OurServer:
         started = time.monotonic()
         await asyncio.to_thread(self.process.wait_ready)
         return time.monotonic() - started
-
-
-def errors_logged(processes: Sequence[Process]) -> list[str]:
-    """A dead peer is none, nor a client that left."""
-    return [
-        f"{process.name}: {line}"
-        for process in processes
-        for line in process.log.read_text(errors="replace").splitlines()
-        if " ERROR " in line or line.startswith("Traceback")
-    ]

@@ -26,9 +26,9 @@ from added_time import added_time
 from deaths import Deaths, Promises, Server
 from fleet import Fleet, Process, fleet
 from gated import by_ours, by_theirs
-from idle import wait_idle
+from idle import errors_logged, wait_idle
 from leaving import Pair, leave_in_each
-from our_servers import OurServer, errors_logged
+from our_servers import OurServer
 from prompts import Writer, tokenizer
 from rows import Rows
 from sides import OurSide, VllmSide

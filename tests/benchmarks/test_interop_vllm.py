@@ -16,7 +16,7 @@ from client import Call
 from deaths import has_code, other_engine
 from fleet import Process
 from gate import Gate
-from our_servers import errors_logged
+from idle import errors_logged
 from rows import Row, lines, lines_of
 from sides import total
 from texts import Case, difference, edges
@@ -212,8 +212,8 @@ def test_a_log_s_errors_are_told_with_the_process_that_wrote_them(tmp_path: Path
     log = tmp_path / "decode.log"
     log.write_text("07:00 WARNING peer gone\n07:01 ERROR boom\nTraceback (most recent call last):\n")
     assert errors_logged([Process("decode 0", [], "", log)]) == [
-        "decode 0: 07:01 ERROR boom",
-        "decode 0: Traceback (most recent call last):",
+        "decode 0 logged: 07:01 ERROR boom",
+        "decode 0 logged: Traceback (most recent call last):",
     ]
 
 

@@ -64,7 +64,7 @@ class OurSide:
 
     async def loading(self) -> int:
         figures = await self._figures()
-        return _pages(figures) if figures["parked"] else 0
+        return _pages(figures) if figures.get("parked", True) else 0  # of rooms, pages that are granted
 
     async def settled(self) -> None:
         await asyncio.sleep(0)

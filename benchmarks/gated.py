@@ -17,10 +17,13 @@ from sides import MODEL, Side
 Sides = tuple[Side, Side]
 
 
-async def by_ours(stack: AsyncExitStack, folder: Path, sides: Sides, settings: Sequence[str]) -> tuple[Pair, Process]:
-    """Behind our router, which has served once."""
+async def by_ours(
+    stack: AsyncExitStack, folder: Path, sides: Sides, settings: Sequence[str], bootstrap: str = ""
+) -> tuple[Pair, Process]:
+    """Behind our router, which has served once. `bootstrap`: the port of prefill's registry, where there is one."""
     prefill, decode = await _gates(stack, sides)
-    router = await stack.enter_async_context(routers.ours(folder, prefill.url, decode.url, settings))
+    front = f"{prefill.url}@{bootstrap}" if bootstrap else prefill.url
+    router = await stack.enter_async_context(routers.ours(folder, front, decode.url, settings))
     await ask(router.url, "completions", {"model": MODEL, "prompt": [1, 2], "max_tokens": 2})
     return Pair(router.url, *sides, prefill, decode), router
 

@@ -62,7 +62,7 @@ class Gate:
             writer.transport.abort()  # as if nobody listened
             return
         try:
-            await _first_of(connection.to_server(reader, up_writer), connection.to_client(up_reader, writer))
+            await first_of(connection.to_server(reader, up_writer), connection.to_client(up_reader, writer))
         finally:
             for end in (writer, up_writer):
                 end.close()
@@ -110,7 +110,7 @@ class _Connection:
                 await writer.drain()
 
 
-async def _first_of(*pumps: Coroutine[None, None, None]) -> None:
+async def first_of(*pumps: Coroutine[None, None, None]) -> None:
     """Until one has ended; the other is ended then."""
     tasks = [asyncio.create_task(pump) for pump in pumps]
     try:
