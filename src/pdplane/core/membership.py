@@ -56,7 +56,8 @@ class PrefillGroup(msgspec.Struct, Generic[K]):
 
 
 class Membership(Generic[K]):
-    """Groups by registry address, diallers by endpoint and rank of ours."""
+    """Groups by registry address, diallers by endpoint and rank of ours. `teller`: who says where ranks are, in words
+    that an address follows."""
 
     def __init__(
         self,
@@ -65,8 +66,10 @@ class Membership(Generic[K]):
         out: list[Effect],
         beat: Callable[[], Beat],
         look_up: Callable[[str], None] | None = None,
+        teller: str = "the registry at",
     ) -> None:
         self.groups: dict[str, PrefillGroup[K]] = {}
+        self._teller = teller
         self._ask = look_up or (lambda address: out.append(LookUp(address)))
         self.diallers: dict[tuple[ControlEndpoint, Rank], Dialler] = {}
         self._me, self._times, self._out, self._beat = me, times, out, beat
@@ -254,7 +257,7 @@ class Membership(Generic[K]):
         lacking = [str(source) for source, _ in self._pairs(group, dp) if source not in group.endpoints]
         if not lacking:
             return None
-        text = f"the registry at {group.address} names no endpoint for prefill rank {', '.join(lacking)}"
+        text = f"{self._teller} {group.address} names no endpoint for prefill rank {', '.join(lacking)}"
         return unavailable("prefill_not_ready", f"{text}; wait for all ranks of the prefill", side="prefill")
 
     def _ask_again(self, now: float) -> None:
@@ -294,11 +297,11 @@ class Membership(Generic[K]):
         if not wanted or len(found) != len(wanted) or not all(dialler.up for dialler in found):
             return None
         who = ", ".join(f"{dialler.endpoint} is {dialler.bound}" for dialler in dict.fromkeys(found))
-        text = f"the ranks that the registry at {group.address} names are not one prefill's: {who}"
+        text = f"the ranks that {self._teller} {group.address} names are not one prefill's: {who}"
         shapes = {dialler.up_as.shape for dialler in found if dialler.up_as} - {group.shape}
         if shapes:
-            text = f"the registry at {group.address} says {group.shape}, the prefill itself {shapes.pop()}"
-        return unavailable("prefill_not_ready", f"{text}; wait until all of its ranks have registered", side="prefill")
+            text = f"{self._teller} {group.address} says {group.shape}, the prefill itself {shapes.pop()}"
+        return unavailable("prefill_not_ready", f"{text}; wait until all of its ranks are there", side="prefill")
 
     def _lanes(self, group: PrefillGroup[K], dp: int) -> tuple[Lane, ...]:
         """() unless every session is up, with the rank that was meant, all of them with one instance, and that is of

@@ -77,7 +77,9 @@ class PullConnector(KVConnectorBase):
         self.instance = me.instance
         self.salvages = node.limits.recompute
         self._scheduler = scheduler
-        self.members: Membership[Serial] = Membership(me, node.limits.session, node.out, self._beat, self._look_up)
+        self.members: Membership[Serial] = Membership(
+            me, node.limits.session, node.out, self._beat, self._look_up, teller="the hand-off of"
+        )
         self._peers: Peers[Serial] = Peers(self, self.members)
         self._leases = Leases(node, me.instance, self._link_to, self.send)
         self._missed = Missed()
