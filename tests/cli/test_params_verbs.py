@@ -47,6 +47,12 @@ def test_a_fleet_has_its_dialect_lease_and_policy_and_no_registry() -> None:
     assert {name for part in plan(config) for name, _ in part.ports} == {"prefill_port", "decode_port", "port"}
 
 
+@pytest.mark.parametrize(("lease_s", "margin_s"), [(30.0, 1.0), (4.0, 1.0), (1.0, 0.25)])
+def test_a_short_lease_leaves_its_fleets_router_a_margin_that_fits(lease_s: float, margin_s: float) -> None:
+    router = plan(UpConfig(dialect="params", lease_s=lease_s))[-1]
+    assert load(RouterConfig, vars(parser().parse_args(router.arguments)), {}).lease_margin_s == margin_s
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -54,10 +60,12 @@ def test_a_fleet_has_its_dialect_lease_and_policy_and_no_registry() -> None:
         (UpConfig(dialect="params", transport=("shm_push",)), "params pulls"),
         (UpConfig(dialect="params", lease_s=0.0), "--lease-s 0"),
         (UpConfig(dialect="params", lease_s=math.inf), "held for ever"),
+        (UpConfig(lease_s=7.0), "--lease-s 7 is of --dialect params"),
+        (UpConfig(kv_load_failure_policy="recompute"), "recompute is of --dialect params"),
     ],
-    ids=["policy", "transport", "lease", "endless lease"],
+    ids=["policy", "transport", "lease", "endless lease", "lease in rooms", "recompute in rooms"],
 )
-def test_what_params_cannot_do_is_refused_before_anything_starts(config: UpConfig, named: str) -> None:
+def test_what_a_dialect_cannot_do_is_refused_before_anything_starts(config: UpConfig, named: str) -> None:
     with pytest.raises(BadSetting, match=named):
         plan(config)
 
@@ -69,7 +77,8 @@ async def test_status_shows_the_dialect_and_what_is_held_for_whom(terminal: Term
     async with params() as it:
         rid = await held(it)
         assert await terminal.run("status", "--url", it.url) == 0
-        assert terminal.out.count("dialect params, transports shm, tcp") == 2
+        assert "dialect params, transports shm, tcp, lease 30.0 s" in terminal.out
+        assert "dialect params, policy fail, transports shm, tcp" in terminal.out
         assert re.search(rf"hold 1 of {rid}: 4 pages, \d+\.\d s left, nobody has asked for it", terminal.out)
 
 
@@ -88,7 +97,7 @@ async def test_explain_tells_both_legs_in_the_order_in_which_they_went(terminal:
         for step in (
             "router prefill's leg sent",
             "prefill WAITING",
-            "prefill Held (computed; its pages wait for decode, under a term): hold 1, 4 pages",
+            "prefill Held (computed; its pages wait for decode, for a limited time): hold 1, 4 pages",
             "router decode's leg sent",
             "decode WAITING_FOR_REMOTE_KVS (all its pages are reserved, and are being read): 4 pages, 16 tokens",
             "decode Reading",

@@ -89,6 +89,7 @@ class VllmWorker(FakeWorker):
 
     has_abort = True
     max_model_len = 1024
+    owned_by = "vllm"
     model = "m"
     aliases: tuple[str, ...] = ()
     key = ""  # guards what is under /v1
@@ -98,7 +99,7 @@ class VllmWorker(FakeWorker):
             asked.reply(401, {"error": "Unauthorized"})
         elif asked.path == "/v1/models":
             names = (self.model, *self.aliases)
-            told = [{"id": name, "max_model_len": self.max_model_len} for name in names]
+            told = [{"id": name, "owned_by": self.owned_by, "max_model_len": self.max_model_len} for name in names]
             asked.reply(200, {"object": "list", "data": told})
         elif asked.path == "/inference/v1/abort_requests":
             self.aborts.put_nowait(asked.body)

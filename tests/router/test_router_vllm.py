@@ -382,6 +382,13 @@ async def test_a_sample_that_is_refused_is_typed_for_the_whole() -> None:
         await it.idle()
 
 
+async def test_a_worker_of_ours_is_no_vllm() -> None:
+    async with vllm_fleet(prefill=prefill, decode=ok) as it:
+        native(it)[1].owned_by = "pdplane"
+        worker = it.router.pairing.decodes[0]
+        await until(lambda: worker.reason == "this is a pdplane worker and no vLLM; leave --backend out")
+
+
 async def test_an_engine_that_is_no_vllm_is_out_with_the_reason() -> None:
     async with vllm_fleet(prefill=prefill, decode=ok) as it:
         native(it)[1].model = ""

@@ -95,6 +95,14 @@ async def test_a_bad_room_is_a_400_on_both_legs(path: str) -> None:
         await served(it, 9)
 
 
+async def test_a_leg_of_the_other_dialect_is_told_so() -> None:
+    async with fleet() as it:
+        for one in (it.prefill, it.decode):
+            answer = await one.post(COMPLETIONS, {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_dialect")
+            assert "--dialect params" in answer.json()["error"]["message"]
+
+
 async def test_the_same_room_twice_in_one_batch_is_a_400() -> None:
     async with fleet() as it:
         batch = {"prompt": ["a", "b"], "temperature": 0, **pairing(it, [5, 5])}

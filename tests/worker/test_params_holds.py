@@ -60,6 +60,7 @@ async def test_a_hold_ends_with_its_lease() -> None:
     async with prefill(lease_s=0.05) as one:
         await held(one)
         await until(lambda: one.idle)
+        assert 'pdplane_hold_ended_total{what="lease_end",dp="0"} 1' in (await one.get("/metrics")).text
 
 
 async def test_a_release_call_ends_it_at_once() -> None:

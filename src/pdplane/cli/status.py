@@ -83,11 +83,7 @@ def _seen_by_router(worker: dict[str, Any]) -> list[str]:
 def _said_by_itself(worker: dict[str, Any]) -> list[str]:
     """Only ours say most of it; another engine's /server_info says less, and is not asked for more."""
     told, lines = worker["server_info"] or {}, []
-    named = {"dialect": "dialect", "policy": "decode_allocation_policy", "transports": "transports"}
-    if told.get("dialect") == PARAMS:  # prefill always computes first
-        del named["policy"]
-    words = [word for name, key in named.items() for word in _words(name, told.get(key))]
-    traits = [*_shape(told.get("shape") or {}), *words]
+    traits = [*_shape(told.get("shape") or {}), *_hand_off(told)]
     if "instance" in told:
         lines.append(", ".join([f"instance {told['instance']}", str(told.get("model", "")), *traits]))
     figures = told.get("figures") or {}
@@ -99,6 +95,17 @@ def _said_by_itself(worker: dict[str, Any]) -> list[str]:
     lines += [quarantine(one, worker["url"]) for one in told.get("quarantined", [])]
     lines += [f"ALARM {alarm}" for alarm in told.get("alarms", [])]
     return lines
+
+
+def _hand_off(told: dict[str, Any]) -> list[str]:
+    """How it hands over, or takes over. In params prefill always computes first, and has no policy."""
+    policy, lease = told.get("decode_allocation_policy"), None
+    if told.get("dialect") == PARAMS and told["role"] == "decode":
+        policy = told.get("kv_load_failure_policy")
+    elif told.get("dialect") == PARAMS:
+        policy, lease = None, f"{told.get('lease_s')} s"
+    named = {"dialect": told.get("dialect"), "policy": policy, "transports": told.get("transports"), "lease": lease}
+    return [word for name, value in named.items() for word in _words(name, value)]
 
 
 def _shape(shape: dict[str, int]) -> list[str]:

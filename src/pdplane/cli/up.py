@@ -41,6 +41,7 @@ from .http import API_KEY
 
 START_LIMIT_S = 170.0
 STOP_GRACE_S = 5.0
+LEASE_MARGINS = 4  # in a lease, where the router's own margin is longer
 """For a child to end after its own limit; then it is killed."""
 
 
@@ -204,6 +205,8 @@ def _router(config: UpConfig) -> Part:
         arguments += ["--prefill", f"http://127.0.0.1:{config.prefill_port + i}{registry}"]
     for i in range(config.decode):
         arguments += ["--decode", f"http://127.0.0.1:{config.decode_port + i}"]
+    if config.dialect == PARAMS:
+        arguments += ["--lease-margin-s", f"{min(RouterConfig.lease_margin_s, config.lease_s / LEASE_MARGINS):g}"]
     for i in range(config.aggregated):
         arguments += ["--worker", f"http://127.0.0.1:{config.aggregated_port + i}"]
     # A secret goes by the environment: arguments are there for everybody to read.
@@ -222,6 +225,7 @@ def _check_sizes(config: UpConfig) -> None:
             dialect=config.dialect,
             decode_allocation_policy=config.decode_allocation_policy,
             lease_s=config.lease_s,
+            kv_load_failure_policy=config.kv_load_failure_policy,
             page_size=config.page_size,
             pool_mb=config.pool_mb,
         )

@@ -23,6 +23,7 @@ TRANSPORTS = ("shm", "shm_push", "tcp")
 PUSHED = "shm_push"  # the writer is prefill, when it likes
 DIALECTS = (ROOMS, PARAMS)
 FAIL, RECOMPUTE = "fail", "recompute"
+DEFAULT_LEASE_S = 30.0  # vLLM's
 MOST_DP = 8
 MAX_PORT = 65535
 TOMBSTONE_GRACE_S = 10.0
@@ -79,7 +80,7 @@ class WorkerConfig(HttpSettings):
     prefix_cache: bool = setting(True, "keep the pages of prompts for later ones that begin alike, on either side")
     hold_term_s: float = setting(30.0, "prefill_complete: how long computed pages wait for decode's grant")
     lease_s: float = setting(
-        30.0, "params, prefill: how long computed pages are held for decode, from each renewal anew"
+        DEFAULT_LEASE_S, "params, prefill: how long computed pages are held for decode, from each renewal anew"
     )
     kv_load_failure_policy: str = setting(
         FAIL,
@@ -122,6 +123,8 @@ class WorkerConfig(HttpSettings):
         self._check_transports()
         if self.dialect == PARAMS:
             self._check_params()
+        else:
+            self._check_rooms()
         if self.silent_s <= self.beat_s:
             raise BadSetting(f"--silent-s {self.silent_s:g} is not over --beat-s {self.beat_s:g}: all would be silent")
         if self.role != "aggregated":
@@ -165,6 +168,16 @@ class WorkerConfig(HttpSettings):
             raise BadSetting(f"--transport {', '.join(unknown) or 'none'}: give one or more of {', '.join(TRANSPORTS)}")
         if not self.transports:
             raise BadSetting(f"--transport {PUSHED}: it writes from prefill's side; params pulls. Give shm or tcp")
+
+    def _check_rooms(self) -> None:
+        """What is told of the params dialect alone."""
+        if self.lease_s != DEFAULT_LEASE_S:
+            raise BadSetting(f"--lease-s {self.lease_s:g} is of --dialect params: in rooms give --hold-term-s")
+        if self.kv_load_failure_policy != FAIL:
+            raise BadSetting(
+                f"--kv-load-failure-policy {self.kv_load_failure_policy} is of --dialect params: in rooms a lost "
+                "hand-off fails, and the router tries again; leave it out"
+            )
 
     def _check_params(self) -> None:
         """What is told of the rooms dialect alone."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdplane import __version__
+from pdplane.core.layout import PARAMS
 from pdplane.core.node import Node
 from pdplane.observe.prometheus import Histogram, Row, family
 
@@ -83,6 +84,8 @@ def server_info(group: Group[Shell[Node]]) -> dict[str, Any]:
         "dialect": config.dialect,
         "load_balance_method": config.load_balance_method,
         "decode_allocation_policy": config.decode_allocation_policy,
+        "lease_s": config.lease_s if config.dialect == PARAMS else None,
+        "kv_load_failure_policy": config.kv_load_failure_policy if config.dialect == PARAMS else None,
         "transports": list(config.transports),
         "bootstrap_port": group.default_bootstrap_port,
         "disaggregation_bootstrap_port": group.default_bootstrap_port,

@@ -84,6 +84,7 @@ class Holder:
         for action in actions:
             self._act(action, cause, link, frame)
         if self.over and was not in ENDED:
+            node.count("hold_ended", event)
             self._desk.ended(self)
 
     def _act(self, action: HA, cause: Cause | None, link: Link | None, frame: Asked | None) -> None:

@@ -17,12 +17,14 @@ from ..upstream import Leg, WorkerAnswer
 from ..worker import PARAMS, Limits, Worker
 from . import EndedLeg, Get, StopCall
 
+OURS = "pdplane"
 ABORT = "/inference/v1/abort_requests"
 _PREFIXES = {"/v1/chat/completions": "chatcmpl-{}", "/v1/completions": "cmpl-{}-0"}
 
 
 class _Model(msgspec.Struct):
     id: str = ""
+    owned_by: str = ""
     max_model_len: int | None = None
 
 
@@ -53,6 +55,8 @@ class Vllm:
             return f"/v1/models cannot be read: {error}"
         if not models or not models[0].id:
             return "/v1/models names no model"
+        if models[0].owned_by == OURS:
+            return "this is a pdplane worker and no vLLM; leave --backend out"
         if not worker.ready:
             worker.born_again()
         worker.dialect = PARAMS

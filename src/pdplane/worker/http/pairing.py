@@ -47,6 +47,9 @@ def name_samples(fields: LegFields, count: int, label: str | None, side: Side) -
     request, rids = _rids(fields.rid, count, label)
     if not side.by_room:
         return Named(request, [SampleName(rid) for rid in rids])
+    if fields.bootstrap_room is None and fields.kv_transfer_params is not None:
+        text = "kv_transfer_params are of the params dialect, and this worker speaks rooms; start both sides with"
+        raise invalid(f"{text} --dialect params", "kv_transfer_params", code="wrong_dialect")
     rooms = _rooms(fields.bootstrap_room, count, side.role)
     hosts = [_host(value, side.role) for value in _spread(fields.bootstrap_host, count, "bootstrap_host")]
     ports = [_port(value, side.default_port) for value in _spread(fields.bootstrap_port, count, "bootstrap_port")]
