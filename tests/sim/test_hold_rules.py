@@ -25,8 +25,9 @@ from pdplane.core.layout import PARAMS
 from pdplane.core.slices import whole_page
 from pdplane.sim.checkers import Pages, Violation
 from pdplane.sim.content import PAGE_BYTES
+from pdplane.sim.drawn import Plan
 from pdplane.sim.hold_rules import HoldRules
-from pdplane.sim.plan import Plan, plan
+from pdplane.sim.plan import plan
 from pdplane.transport.contract import Pair
 from pdplane.transport.memory import Batch
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdplane.core.layout import PARAMS
+from pdplane.sim.drawn import Plan
 from pdplane.sim.params_plan import SHORT_LEASES_S, TAMPERS
 from pdplane.sim.patterns import PATTERN_NAMES
-from pdplane.sim.plan import Plan, plan
+from pdplane.sim.plan import plan
 
 SEEDS = 40
 

@@ -10,7 +10,8 @@ from pdplane.core.rooms.decode import DecodeNode
 from pdplane.core.rooms.prefill import PrefillNode
 from pdplane.core.session import Identity
 from pdplane.sim.content import Work
-from pdplane.sim.plan import Plan, plan
+from pdplane.sim.drawn import Plan
+from pdplane.sim.plan import plan
 from pdplane.sim.process import STAMP
 
 

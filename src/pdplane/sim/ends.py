@@ -24,8 +24,8 @@ from pdplane.core.ids import Instance, Rid, Room
 from pdplane.core.layout import EARLY, ROOMS
 
 from .checkers import Violation, Watched
+from .drawn import Plan
 from .engine import CHUNK, STEP_S
-from .plan import Plan
 
 
 class _Leg(msgspec.Struct):

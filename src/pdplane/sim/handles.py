@@ -13,7 +13,7 @@ from pdplane.core.events import ControlEndpoint, Handle
 from pdplane.core.frames import PromptId
 from pdplane.core.ids import HoldNo, Instance, PageId, Rank
 
-from .plan import Plan
+from .drawn import Plan
 
 HOLD_LOST = frozenset({"spent", "expired", "unknown_hold", "wrong_instance"})
 """Decode's word that prefill does not hold any more what it answered: another hand-off may go well."""

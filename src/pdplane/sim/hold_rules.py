@@ -33,8 +33,8 @@ from pdplane.core.ids import GrantNo, HoldNo, Instance, PageId, Rid
 
 from .checkers import Pages, Violation, Watched
 from .content import PAGE_SIZE
+from .drawn import Plan
 from .engine import STEP_S
-from .plan import Plan
 
 Name = tuple[Instance, HoldNo]
 NEVER_HIDDEN = frozenset({"spent", "unknown_hold", "invalid_params", "prompt_mismatch"})

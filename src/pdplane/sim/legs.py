@@ -15,8 +15,8 @@ from pdplane.core.ids import Rid, Room
 from pdplane.core.layout import PARAMS
 
 from .content import Work
+from .drawn import Plan, Request
 from .handles import Answering
-from .plan import Plan, Request
 
 OTHER_PROMPT = 1_000_000
 

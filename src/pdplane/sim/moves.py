@@ -18,8 +18,8 @@ from pdplane.transport.memory import Batch, MemoryFabric, MemoryLanding, MemoryM
 from pdplane.transport.pool import PagePool
 
 from .checkers import Pages
+from .drawn import Plan
 from .network import Network
-from .plan import Plan
 
 MOVE_S = (0.0005, 0.02)
 STALL_S = (5.0, 45.0)  # a move over a cut link is given up after so long; at prefill it drains meanwhile

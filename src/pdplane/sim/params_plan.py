@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdplane.core.layout import EARLY, PARAMS
 
-if TYPE_CHECKING:
-    from .plan import Plan, Request
+from .drawn import Plan, Request
 
 LEASES_S = (30.0, 30.0, 3.0, 1.0)
 SHORT_LEASES_S = (0.5, 1.0, 3.0)

@@ -52,10 +52,10 @@ from pdplane.transport.memory import MemoryFabric, MemoryLanding, MemoryMover
 from pdplane.transport.pool import PagePool
 
 from .content import GROUP, PAGE_BYTES, PAGE_SIZE, Work
+from .drawn import Plan
 from .engine import CHUNK, SimEngine
 from .faults import WEIGHTS
 from .network import Connection, Network
-from .plan import Plan
 
 STAMP = Stamp(
     model="sim",

@@ -12,7 +12,7 @@ from pdplane.core.ids import Rank, Room
 from pdplane.core.slices import heads_of
 
 from .content import HEADS
-from .plan import Plan
+from .drawn import Plan
 
 GROUP = "group"
 ANSWER_S = (0.0005, 0.01)

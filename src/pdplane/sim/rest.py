@@ -14,8 +14,8 @@ from pdplane.core.rooms.receiver import Receiver
 from pdplane.core.rooms.sender import Sender
 
 from .checkers import Violation, Watched
+from .drawn import Plan
 from .params_rest import params_at_rest
-from .plan import Plan
 
 
 def conservation(who: Watched) -> None:

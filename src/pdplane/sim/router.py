@@ -44,9 +44,10 @@ from pdplane.core.layout import PARAMS
 
 from .checkers import Violation
 from .content import Work
+from .drawn import Plan, Request
 from .handles import answered, lost_hold, tampered
 from .legs import Client, Leg, Worker, event_of, prompt_id, prompt_of, work_of
-from .plan import Plan, Request, mint_room
+from .plan import mint_room
 
 PREFILL_DRAIN_S = 15.0
 AGAIN_S = (0.01, 12.0)

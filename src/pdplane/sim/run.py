@@ -16,7 +16,8 @@ import msgspec
 from .broken import BROKEN, variant
 from .checkers import Violation
 from .coverage import FOREIGN, ByPattern, Reached, report, watching
-from .plan import Plan, plan
+from .drawn import Plan
+from .plan import plan
 from .trace import Trace
 from .world import SimWorld
 

@@ -20,13 +20,13 @@ from pdplane.core.rooms.decode import DecodeNode
 from .checkers import Pages, Violation, Watched
 from .content import Work
 from .coverage import Reached, tally
+from .drawn import Plan, Request
 from .ends import Ends, Waits
 from .faults import WEIGHTS
 from .gates import Gates
 from .hold_rules import HoldRules
 from .moves import Moves
 from .network import Network
-from .plan import Plan, Request
 from .process import Process
 from .registries import Registries
 from .rest import at_rest, conservation, starved_s

@@ -16,8 +16,8 @@ from pdplane.core.node import Limits
 
 from ..content import PAGE_SIZE
 from ..coverage import Reached
+from ..drawn import Plan, Request
 from ..faults import Fault
-from ..plan import Plan, Request
 from ..run import Outcome, run_plan
 
 PATTERN = "incident"
