@@ -235,6 +235,19 @@ def test_who_leaves_loopback_has_a_secret_or_says_that_it_needs_none(role: str) 
         assert config(role=role, advertise_host="10.0.0.1", **allowed).peer_host == "10.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("given", "anybody"),
+    [
+        ({"role": "decode", "host": "10.0.0.2"}, True),
+        ({"role": "decode", "host": "10.0.0.2", "prefill_allow": ("10.0.0.1",)}, False),
+        ({"role": "decode"}, False),
+        ({"role": "prefill", "host": "10.0.0.2"}, False),
+    ],
+)
+def test_a_decode_that_strangers_can_send_anywhere_is_known(given: dict[str, Any], anybody: bool) -> None:
+    assert config(**given, secret="s").dials_anybody == anybody
+
+
 async def test_a_transport_that_fails_when_it_is_made_is_a_setting_and_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

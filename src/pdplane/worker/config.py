@@ -208,6 +208,11 @@ class WorkerConfig(HttpSettings):
         return self.advertise_host or self.host
 
     @property
+    def dials_anybody(self) -> bool:
+        """A decode that strangers can reach opens sessions, with the secret, to whatever host their requests name."""
+        return self.role == "decode" and not self.prefill_allow and not is_loopback(self.host)
+
+    @property
     def shape(self) -> Shape:
         return Shape(dp=self.dp, tp=self.tp)
 

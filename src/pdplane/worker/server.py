@@ -49,6 +49,11 @@ LAST_WORDS_S = 0.1  # the cut streams' error events are written in this time
 CONNECTIONS_END_S = 2
 ENGINE_ENDS_S = 5.0
 
+DIALS_ANYBODY = (
+    "requests say which prefill is dialled, and the session begins with the secret: keep this port to the routers' "
+    "network, and give --prefill-allow with the hosts of your prefills"
+)
+
 
 async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
     """Runs a worker until it has drained: on SIGINT, SIGTERM, or an operator's call. A second signal does not wait.
@@ -59,6 +64,8 @@ async def serve(config: WorkerConfig, load: Loader, say: Say) -> None:
         engine, tokenizer = await asyncio.get_running_loop().run_in_executor(None, load, config)
         async with running(config, engines_of(engine, config.dp), tokenizer, http) as (group, ports):
             say(_ready_line(config, group, ports))
+            if config.dials_anybody:
+                say(DIALS_ANYBODY)
             await _until_asked(group, asked)
             await _drain(config, group, asked, say)
 
