@@ -92,7 +92,7 @@ def _params(tokens: int, pages: list[PageId], page_size: int) -> list[Message]:
         held, instance=PREFILL, host="10.11.12.13", ports=[8101], shape=Shape(), dp=0, page_size=page_size
     )
     landing = tuple(PageId(page ^ 1) for page in pages)
-    read = Read(**to_prefill, src_pages=tuple(pages), dst_pages=landing, prompt=PromptId(DIGEST, tokens))
+    read = Read(**to_prefill, src_pages=tuple(pages), dst_pages=landing, prompt=PromptId(DIGEST, tokens), rid=RID)
     release = Release(**to_prefill, rid=RID, cause=Cause("client_left", "the client has left", 499))
     return [
         Message("params", "kv_transfer_params", "P to router to D", len(msgspec.json.encode(params))),

@@ -313,7 +313,7 @@ class ChaosParams:
             named = world.prefill.held.identity(link, handle.hold, grant)
             named |= {"src": link.there.instance, "dst": named["src"]}
             src = pick([handle.pages, handle.pages[1:], pages(5)])
-            read = Read(**named, src_pages=src, dst_pages=src, prompt=handle.prompt)
+            read = Read(**named, src_pages=src, dst_pages=src, prompt=handle.prompt, rid=pick([handle.rid, Rid("?")]))
             said = [read, Confirm(**named), Release(**named, cause=cause()), *self._once_said(link)]
             self.take(world.p, FrameIn(conn, pick(said)))
             return

@@ -30,7 +30,7 @@ def named(world: FacingParams, hold: int, grant: int = 1, src: str = "D1", dst: 
 
 def read_of(world: FacingParams, hold: int, grant: int = 1, **more: object) -> Read:
     handle = world.handles[hold]
-    given = {"src_pages": handle.pages, "dst_pages": pages(0, 1, 2), "prompt": handle.prompt} | more
+    given = {"src_pages": handle.pages, "dst_pages": pages(0, 1, 2), "prompt": handle.prompt, "rid": handle.rid} | more
     return Read(**named(world, hold, grant), **given)  # type: ignore[arg-type]
 
 
@@ -203,6 +203,15 @@ def test_prefill_refuses_a_read_of_pages_that_are_not_its_last(src: tuple[int, .
     assert world.handles[2].pages == pages(3, 4, 5)
     says(world, read_of(world, 2, src_pages=pages(*src), dst_pages=pages(*dst)))
     assert refusals(world)[-1].code == "invalid_params"
+    assert (world.holder(2).state, world.holder(2).consumer) == (H.HELD, None)
+
+
+def test_prefill_refuses_a_read_by_number_alone() -> None:
+    """Numbers can be guessed; what the hold was answered to cannot."""
+    world = met()
+    says(world, read_of(world, 2, rid=Rid("another")))
+    refused = refusals(world)[-1]
+    assert (refused.code, refused.param) == ("invalid_params", "kv_transfer_params.remote_request_id")
     assert (world.holder(2).state, world.holder(2).consumer) == (H.HELD, None)
 
 

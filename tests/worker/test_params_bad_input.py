@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[Spoil, tuple[int, str]]] = {
     "a push": (field(transfer_mode="push"), INVALID),
     "two cache groups": (lambda params, _: {**params, "remote_block_ids": [blocks(params)] * 2}, INVALID),
     "no blocks": (field(remote_block_ids=[[]]), INVALID),
+    "a name that prefill does not hold under this number": (field(remote_request_id="zzz"), INVALID),
     "a block less": (moved(lambda of: of[:-1]), INVALID),
     "a block out of range": (moved(lambda of: [*of[:-1], 10**6]), INVALID),
     "a negative block": (moved(lambda of: [*of[:-1], -1]), INVALID),

@@ -63,7 +63,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     """What an answered kv_transfer_params names (the params dialect): where which KV is held, and of which prompt.
 
     pages: of the whole prompt, in order. endpoints: the control ports of the ranks of that dp group. lease_s: left when
-    it was answered. rid: prefill's own name of the request, for people.
+    it was answered. rid: prefill's own name of the request; it goes with what is asked of the hold.
     """
 
     instance: Instance

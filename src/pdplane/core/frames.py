@@ -211,12 +211,14 @@ class _HoldFrame(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
 class Read(_HoldFrame, frozen=True, tag="read", kw_only=True):
     """Bring held page `src_pages[i]` to granted page `dst_pages[i]`, over this link; on every link of `links` (() where
     this one is all). The pages are the last ones of the hold: what comes before them decode has. Said again after a
-    lost session: what was under way goes on, what has failed is said again."""
+    lost session: what was under way goes on, what has failed is said again. `rid`: prefill's name of what it holds,
+    which cannot be guessed as a number can."""
 
     src_pages: tuple[PageId, ...]
     dst_pages: tuple[PageId, ...]
     prompt: PromptId
     links: tuple[tuple[Rank, Rank], ...] = ()
+    rid: Rid = Rid("")
 
 
 class Confirm(_HoldFrame, frozen=True, tag="confirm", kw_only=True):

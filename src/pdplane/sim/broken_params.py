@@ -197,11 +197,12 @@ def silence_is_yes(stack: ExitStack) -> None:
 
 
 def no_digest(stack: ExitStack) -> None:
-    """Neither side compares prompts."""
+    """Neither side compares prompts, or names."""
     unfit = HoldConnector._unfit
 
     def pages_alone(self: HoldConnector, holder: Holder, link: Link, read: Read) -> Cause | None:
-        return unfit(self, holder, link, msgspec.structs.replace(read, prompt=holder.request.prompt))
+        theirs = msgspec.structs.replace(read, prompt=holder.request.prompt, rid=holder.request.rid)
+        return unfit(self, holder, link, theirs)
 
     swap(stack, ParamsDecodeNode, "_misfit", lambda self, event, handle: None)
     swap(stack, HoldConnector, "_unfit", pages_alone)
@@ -212,7 +213,8 @@ def any_pages(stack: ExitStack) -> None:
 
     def prompts_alone(self: HoldConnector, holder: Holder, link: Link, read: Read) -> Cause | None:
         tail = holder.pages[len(holder.pages) - len(read.src_pages) :]
-        return unfit(self, holder, link, msgspec.structs.replace(read, src_pages=tail))
+        theirs = msgspec.structs.replace(read, src_pages=tail, rid=holder.request.rid)
+        return unfit(self, holder, link, theirs)
 
     unfit = HoldConnector._unfit
     swap(stack, HoldConnector, "_unfit", prompts_alone)

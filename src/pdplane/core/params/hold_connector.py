@@ -190,7 +190,7 @@ class HoldConnector(KVConnectorBase):
             self.node.count("late", "release")
 
     def _unfit(self, holder: Holder, link: Link, read: Read) -> Cause | None:
-        """O1, rule 2: exactly the last pages of this hold, for the prompt that it is of, over the links there are."""
+        """O1, rule 2: exactly the last pages of this hold, by its name, for its prompt, over the links there are."""
         ours = holder.request.prompt
         if read.prompt != ours:
             text = (
@@ -198,6 +198,9 @@ class HoldConnector(KVConnectorBase):
                 f"decode {read.prompt.digest.hex()} of {read.prompt.tokens} tokens"
             )
             return Cause("prompt_mismatch", text, 400, side="decode")
+        if read.rid != holder.request.rid:
+            text = f"remote_request_id {read.rid!r} is not what hold {holder.number} was answered to"
+            return Cause("invalid_params", text, 400, side="decode", param="kv_transfer_params.remote_request_id")
         tail = holder.pages[len(holder.pages) - len(read.src_pages) :]
         if not read.src_pages or read.src_pages != tail or len(read.dst_pages) != len(tail):
             text = f"remote_block_ids do not name the last pages of hold {holder.number}, which has {len(holder.pages)}"

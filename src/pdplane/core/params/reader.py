@@ -184,7 +184,14 @@ class Reader:
         links = tuple((other.there.rank, other.here) for other in self.links) if len(self.lanes) > 1 else ()
         tail = self.handle.pages[len(self.handle.pages) - len(self.blocks) :]
         prompt = self.request.prompt
-        read = Read(**self._identity(link), src_pages=tail, dst_pages=self.blocks, prompt=prompt, links=links)
+        read = Read(
+            **self._identity(link),
+            src_pages=tail,
+            dst_pages=self.blocks,
+            prompt=prompt,
+            links=links,
+            rid=self.handle.rid,
+        )
         self._desk.send(link, read)
 
     def _confirm(self) -> None:
