@@ -119,7 +119,7 @@ async def live(running: Fleet, requests: int, concurrency: int, rng: random.Rand
     if wrong:
         faults.append(f"{wrong} of {len(known)} answers differ from the undisturbed run")
     await asyncio.to_thread(wait_idle, running, 5.0)
-    return Result(p99_s, idle_s, faults + not_idle(running) + errors_logged(running))
+    return Result(p99_s, idle_s, faults + not_idle(running) + errors_logged(running.all))
 
 
 # --- the storm --------------------------------------------------------------------------------------------------------
