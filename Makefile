@@ -6,6 +6,8 @@ PORT ?= 8000
 PREFILL ?= 1
 DECODE ?= 1
 SEEDS ?= 5000
+# Scripts whose types can be known without a peer's packages.
+SCRIPTS := $(filter-out benchmarks/engine_peer.py,$(wildcard benchmarks/*.py benchmarks/interop_vllm/*.py trials/*.py))
 
 .PHONY: serve test check sim bench bench-engine bench-handoff bench-equality bench-cancel bench-router bench-registry \
         bench-transport bench-dialects interop-sglang interop-vllm trials trial-kill trial-drain trial-transfer trial-field docs clean install
@@ -21,6 +23,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks:benchmarks/interop_vllm:benchmarks/interop_sglang:trials $(BIN)/mypy $(SCRIPTS)
 	$(BIN)/lint-imports
 
 sim: $(VENV)/.installed

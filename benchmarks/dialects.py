@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 from asked import PATHS, told
 from asking import Answer, ask, client
 from client import Call
@@ -81,7 +82,8 @@ def _print_sizes() -> None:
 
 def _first_token(options: argparse.Namespace) -> list[str]:
     with _three() as (whole, pairs):
-        urls = {"aggregated": whole.aggregated[0].url, **{name: made.router.url for name, made in pairs.items()}}
+        urls = {"aggregated": whole.aggregated[0].url}
+        urls |= {name: made.router.url for name, made in pairs.items() if made.router}
         asyncio.run(_compare(urls, options))
         left = [what for made in (whole, *pairs.values()) for what in wait_idle(made, BACK_LIMIT_S)[1]]
     return [f"first-token: {what}" for what in left]
@@ -112,14 +114,14 @@ async def _compare(urls: dict[str, str], options: argparse.Namespace) -> None:
     print(flush=True)
 
 
-async def _turn(http: object, urls: dict[str, str], text: str, number: int) -> dict[str, float]:
+async def _turn(http: httpx.AsyncClient, urls: dict[str, str], text: str, number: int) -> dict[str, float]:
     """One prompt to all; who is first changes with `number`."""
     names = list(urls)
     first = number % len(names)
     body = {"prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
     found: dict[str, float] = {}
     for name in names[first:] + names[:first]:
-        answer: Answer = await ask(http, urls[name], "completions", body)  # type: ignore[arg-type]
+        answer: Answer = await ask(http, urls[name], "completions", body)
         if answer.outcome.error or answer.first_content_s is None:
             raise SystemExit(f"no first token from {name}: {answer.outcome}")
         found[name] = answer.first_content_s

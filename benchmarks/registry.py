@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -98,7 +99,7 @@ async def drive(registry: Registry, requests: list[bytes], connections: int, sec
     starts = [len(requests) * number // connections for number in range(connections)]
     cycles = [itertools.cycle(requests[start:] + requests[:start]) for start in starts]
     pairs = [
-        await loop.create_connection(lambda cycle=cycle: Asker(cycle), "127.0.0.1", registry.port) for cycle in cycles
+        await loop.create_connection(functools.partial(Asker, cycle), "127.0.0.1", registry.port) for cycle in cycles
     ]
     await asyncio.sleep(SETTLE_S)
     before, cpu_before, started = sum(asker.answers for _, asker in pairs), cpu_s(registry.pid), time.perf_counter()

@@ -184,7 +184,7 @@ def main() -> int:
                 asyncio.run(trial(running, verdicts, rng))
                 if part == "service":
                     _, left = wait_idle(running, 5.0)
-                    verdicts.none("the fleet is idle afterwards", left + errors_logged(running))
+                    verdicts.none("the fleet is idle afterwards", left + errors_logged(running.all))
     if "return" in options.parts:
         other_page_size(verdicts, rng)
     if "late" in options.parts:

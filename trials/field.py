@@ -94,7 +94,7 @@ def _run(running: Fleet, name: str, parts: list[Part], verdicts: Verdicts, rng: 
         asyncio.run(part(running, verdicts, rng))
     _, left = wait_idle(running, 5.0)
     verdicts.none(f"{name}: all figures are back", left)
-    verdicts.none(f"{name}: nothing was logged as an error", errors_logged(running))
+    verdicts.none(f"{name}: nothing was logged as an error", errors_logged(running.all))
 
 
 def main() -> int:

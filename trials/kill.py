@@ -147,7 +147,7 @@ async def trial(running: Fleet, prompts: int, concurrency: int, rng: random.Rand
     faults += await step(running, "kill -9 of a decode", decode, kill_and_restart, known, concurrency)
     title = f"SIGSTOP of a prefill for {FROZEN_S:g} s"
     faults += await step(running, title, running.prefills[1], freeze_and_thaw, known, concurrency)
-    return faults + errors_logged(running)
+    return faults + errors_logged(running.all)
 
 
 def main() -> int:

@@ -67,7 +67,7 @@ async def trial(running: Fleet, data_port: int, verdicts: Verdicts, rng: random.
         verdicts.none(f"all pages are back, {waited_s:.1f} s after the last request", left)
         verdicts.none("the health of decode, router and the other prefill never failed", await health.stop())
         verdicts.say("the victim serves when it is back", await _serves(running, known))
-        verdicts.none("nothing of it was logged as an error", errors_logged(running))
+        verdicts.none("nothing of it was logged as an error", errors_logged(running.all))
 
 
 async def _until_moving(running: Fleet) -> int:
