@@ -25,6 +25,9 @@ WORKER_ARGS = ("--batch-invariant", "--pool-mb", "384")
 FEW_ARGS = ("--max-running", "2")
 """Few places and pages: queues form at prefill, for decode's pages and for its batch."""
 
+EVERY_PAGE_MOVES = ("--no-prefix-cache",)
+"""At decode: what prefill has in its cache moves all at once, and is not there already."""
+
 QUICK_REQUESTS = 40
 
 
@@ -58,7 +61,8 @@ def _storm(transport: str, requests: int, concurrency: int, rng: random.Random) 
 
 
 def _peers(transport: str, rng: random.Random) -> list[peers.Row]:
-    with fleet(1, 1, worker_args=(*peers.WORKER_ARGS, "--transport", transport)) as running:
+    worker_args = (*peers.WORKER_ARGS, "--transport", transport)
+    with fleet(1, 1, worker_args=worker_args, decode_args=EVERY_PAGE_MOVES) as running:
         return asyncio.run(peers.faults(running, transport, rng))
 
 
