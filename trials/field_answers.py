@@ -26,7 +26,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "a field of a wrong type": (CHAT, {"messages": "hello"}),
     "malformed JSON": (CHAT, b'{"messages": ['),
     "an invalid tool schema": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": 3}]}),
-    "a template error": (CHAT, {"messages": [{"role": "tool", "content": "x"}]}),
+    "a template error": (CHAT, {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 2, **GREEDY}),
     "an empty prompt": (COMPLETIONS, {"prompt": "", "max_tokens": 2, **GREEDY}),
     "a blank prompt": (COMPLETIONS, {"prompt": " ", "max_tokens": 2, **GREEDY}),
     "no prompts": (COMPLETIONS, {"prompt": []}),
